@@ -37,10 +37,10 @@ class ServedChampion:
 
 def models(store: str | Store = "") -> Sequence[tuple[Champion, Sequence[str]]]:
     """The versions of all registered models, with their aliases. Never creates an MLflow database."""
-    from holdfast.runtime.environment import mlflow_is_there
+    from holdfast.runtime.environment import has_mlflow
     from holdfast.tracking import registered
 
-    return registered(open_store_at(store)) if mlflow_is_there() else ()
+    return registered(open_store_at(store)) if has_mlflow() else ()
 
 
 def promote(version: str, store: str | Store = "") -> NewChampion:

@@ -129,9 +129,9 @@ class Run:
         output of one training rank, live or after its end: in `attempt`, in `launch`, or in the rank's newest process.
         """
         if rank is not None or attempt is not None or launch is not None:
-            from holdfast.pipelines.backends.step_logs import goes_on, rank_lines
+            from holdfast.pipelines.backends.step_logs import is_active, rank_lines
 
-            running = (lambda: goes_on(*self._backend())) if follow else None
+            running = (lambda: is_active(*self._backend())) if follow else None
             return rank_lines(self._store, self.id, rank or 0, attempt=attempt, launch=launch, running=running)
         if raw:
             backend, backend_id = self._backend()
@@ -408,9 +408,9 @@ def diff_runs(one: Run, other: Run, progress: Progress | None = None) -> Diverge
 
 def ledger_of(events: Sequence[Event]) -> Ledger:
     """The ledger of a run's events, up to now if it is running."""
-    from holdfast.telemetry.ledger import goes_on, ledger
+    from holdfast.telemetry.ledger import is_active, ledger
 
-    return ledger(events, time.time() if goes_on(events) else None)
+    return ledger(events, time.time() if is_active(events) else None)
 
 
 def trained_spec(store: Store, record: RunRecord) -> Spec:

@@ -156,7 +156,7 @@ def _sweep(spec: Spec, target: Target, over: Sequence[str], concurrent_trials: i
     from holdfast.pipelines.backends.argo.emit import sweep_objects
     from holdfast.pipelines.documents import as_yaml
 
-    return as_yaml(*sweep_objects(spec, trials, at_once=concurrent_trials, image=image or None))
+    return as_yaml(*sweep_objects(spec, trials, concurrent_trials=concurrent_trials, image=image or None))
 
 
 def _kfp(spec: Spec, image: str | None) -> str:

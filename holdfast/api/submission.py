@@ -157,7 +157,7 @@ def request(
         image=options.image,
         replan=replan,
         trials=trials,
-        at_once=options.concurrent_trials,
+        concurrent_trials=options.concurrent_trials,
     )
     if capabilities.foreground:
         return run_request  # the run identifies itself

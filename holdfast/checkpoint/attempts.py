@@ -44,7 +44,7 @@ class Attempt:
             if number > self.number and read_attempt(store, self.run_id, number).get("launch", 0) >= self.launch:
                 raise FencedError(
                     f"run {self.run_id}: attempt {self.number} was replaced by attempt {number}; "
-                    "it stops here, and the newer one goes on"
+                    "it stops here, and the newer one continues"
                 )
 
 

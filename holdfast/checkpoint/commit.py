@@ -152,9 +152,9 @@ class Committer:
             key = f"{self._folder(step)}{name}.idx"
             data = self._store.get(key)
             header = children.add(key.removeprefix(layout.indexes(self._attempt.run_id)), data)
-            said = (header.step, header.attempt, header.level, header.number)
-            if said != (step, self._attempt.number, level, number):
-                raise DataError(f"{key}: says that it is of (step, attempt, level, number) {said}")
+            header_fields = (header.step, header.attempt, header.level, header.number)
+            if header_fields != (step, self._attempt.number, level, number):
+                raise DataError(f"{key}: its header has (step, attempt, level, number) {header_fields}")
         return children
 
     def _wait(self, step: int, names: Sequence[str]) -> None:

@@ -99,11 +99,11 @@ def _contract(bits: Tensor, offset: tuple[int, ...], dimension: int) -> Tensor:
             inner = _contract(part[0], offset[1:], dimension + 1)
             total += inner * _keys(bits.device, dimension, place, 1)[:, 0]
         else:
-            total += _contract_at_once(part, (place, *offset[1:]), dimension)
+            total += _contract_whole(part, (place, *offset[1:]), dimension)
     return total
 
 
-def _contract_at_once(bits: Tensor, offset: tuple[int, ...], dimension: int) -> Tensor:
+def _contract_whole(bits: Tensor, offset: tuple[int, ...], dimension: int) -> Tensor:
     """The same for a box that is small enough: the last axis first, where all the work is."""
     keys = [
         _keys(bits.device, dimension + axis, low, size)

@@ -98,10 +98,10 @@ class Lease:
     def _free(self, data: bytes) -> bool:
         """Whether a record blocks no contender: released, of an older attempt, this one's own, or torn."""
         try:
-            told = parse_json(data, _Record, self._key)
+            record = parse_json(data, _Record, self._key)
         except DataError:
             return True
-        return not told.held or told.attempt < self._attempt or told.owner == self._owner
+        return not record.held or record.attempt < self._attempt or record.owner == self._owner
 
     def _silent(self, version: str) -> bool:
         now = self._clock.monotonic()

@@ -296,7 +296,7 @@ class Opened:
         for dtype, count in columns:
             size = dtype.itemsize * count
             if at + size > len(self.rest):
-                raise ValueError("a table goes on beyond the end")
+                raise ValueError("a table extends beyond the end")
             base, shape = dtype.base, (count, *dtype.shape)
             tables.append(np.frombuffer(self.rest[at : at + size], dtype=base).reshape(shape))
             at += size
@@ -344,7 +344,7 @@ def unsealed(kind: int, data: bytes, source: str, digest: str = "") -> Opened:
     totals = Totals(StateDigest(*sums[:2]), StateDigest(*sums[2:4]), sums[4], sums[5], writers)
     end = _BODY.size + sums[6]
     if end > len(rest):
-        raise DataError(f"{source}: the catalogue of the index goes on beyond its end")
+        raise DataError(f"{source}: the catalogue of the index extends beyond its end")
     header = Header(step, attempt, number, level, totals)
     return Opened(header, bytes(rest[_BODY.size : end]), (*sums[7:13],), rest[end:])
 

@@ -83,7 +83,7 @@ def load_step(store: Store, run_id: str, step: int, boxes: BoxSource, gang: Gang
     if newest < step:
         raise StoreUnreachableError(
             f"run {run_id}: the checkpoint of step {step}, to which training goes back, could not be saved; the next "
-            f"attempt goes on from step {newest} and saves it again"
+            f"attempt resumes from step {newest} and saves it again"
         )
     checkpoint: Checkpoint | None = None
     suspect: DamageReport | None = DamageReport(

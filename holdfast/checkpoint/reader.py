@@ -124,7 +124,7 @@ class Checkpoint:
         covered = sum(prod(meeting_shape(use)) for use in uses)
         requested = sum(box.data.numel() for box in non_empty)
         if covered != requested:
-            reason = f"{self._root}: its indexes hold {covered} of the {requested} elements that are asked for"
+            reason = f"{self._root}: its indexes hold {covered} of the {requested} requested elements"
             raise DamageError(DamageReport(reason, self._root))
         return uses
 

@@ -195,7 +195,7 @@ def unpin(store: Store, run_id: str, step: int, name: str = PERSON) -> None:
     """Remove a pin; the next collection decides anew. Raises MissingError when it does not exist."""
     key = layout.pin(run_id, step, name)
     if store.stat(key) is None:
-        holders = ", ".join(sorted(other for at, other in _pins(store, run_id) if at == step)) or "nobody"
+        holders = ", ".join(sorted(other for at, other in _pins(store, run_id) if at == step)) or "no holder"
         raise MissingError(f"step {step} of run {run_id} is not pinned by {name} (it is by: {holders})")
     store.delete(key)
 

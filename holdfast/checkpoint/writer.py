@@ -297,7 +297,7 @@ class Checkpointer:
                 launch=attempt.launch,
                 rank=self._gang.rank,
                 world=self._gang.size,
-                beside=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
                 describe=self._describe,
                 plan=self._plan,
                 segments=loaded.segments if loaded else (),

@@ -56,7 +56,7 @@ def documents(spec: Spec, dataset_id: str, spans: Sequence[Span], store: Store) 
     if (now := identity_of(spec, sources)) != dataset_id:
         raise DataError(
             f"the sources of the spec are dataset {now} on this machine now, and no longer {dataset_id}: which file a "
-            "document came from cannot be said"
+            "document came from is unknown"
         )
     division = plan_shards(spec.data, dataset_id, sources, store)
     units = UnitReader(store, division.pieces, division.job(spec.data))

@@ -211,7 +211,7 @@ def read_template(data: Data) -> ChatTemplate:
         assert raw is not None
         templates = _of_config(_json(raw, given)) if given.endswith(".json") else {"default": _utf8(raw, given)}
     else:
-        templates = templates_beside(place, settings)
+        templates = templates_next_to(place, settings)
     text = templates.pop("default", None)
     named_templates = {name: text_of_name for name, text_of_name in templates.items() if name in TEMPLATE_NAMES}
     if text is None and (named_templates or (data.kind == "preferences" and given is None)):
@@ -242,16 +242,16 @@ def read_settings(path: str, named: str) -> dict[str, Any]:
     return _json(read_user_file(path, named, MAX_CONFIG_BYTES, missing=None), path)
 
 
-def templates_beside(beside: str, settings: dict[str, Any]) -> dict[str, str]:
+def templates_next_to(folder: str, settings: dict[str, Any]) -> dict[str, str]:
     """The templates next to a tokenizer, by name. `settings` is its tokenizer_config.json."""
-    return _of_files(beside) or _of_config(settings)
+    return _of_files(folder) or _of_config(settings)
 
 
-def _of_files(beside: str) -> dict[str, str]:
+def _of_files(folder: str) -> dict[str, str]:
     """The templates in separate files, by name."""
     places = {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
     files = {
-        name: read_user_file(f"{beside}{path}", "data.chat.template", MAX_TEMPLATE_BYTES, missing=None)
+        name: read_user_file(f"{folder}{path}", "data.chat.template", MAX_TEMPLATE_BYTES, missing=None)
         for name, path in places.items()
     }
     return {name: _utf8(raw, places[name]) for name, raw in files.items() if raw is not None}

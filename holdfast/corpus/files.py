@@ -333,7 +333,7 @@ def _unchanged(file: SourceFile) -> None:
         info = bucket_store(file.root).stat(file.path)
         stamp = info.version if info else None
     if stamp != file.stamp:
-        raise DataError(f"{file.name}: changed while it was being read; run again when nobody writes to it")
+        raise DataError(f"{file.name}: changed while it was being read; run again when no process writes to it")
 
 
 @contextlib.contextmanager
@@ -396,7 +396,7 @@ def read_user_file(
     path: str,
     field: str,
     limit: int,
-    remedy: str = "name a file that is there",
+    remedy: str = "name an existing file",
     *,
     missing: Literal["refuse"] | None = "refuse",
 ) -> bytes | None:

@@ -92,7 +92,7 @@ def divide(spec: Spec, store: Store, shares: int = 0) -> Divided:
     sources = resolve(spec.data)
     dataset_id = identity_of(spec, sources)
     if _finished(store, dataset_id) is not None:
-        log.info("dataset %s is there already", dataset_id)
+        log.info("dataset %s exists already", dataset_id)
         return Divided(dataset_id=dataset_id, division=FINISHED, shares=["0/1"], units=0, bytes=0)
     division = plan_shards(spec.data, dataset_id, sources, store)
     total = sum(piece.bytes for piece in division.pieces)

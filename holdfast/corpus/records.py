@@ -259,10 +259,10 @@ def _rows(
     row = 0
     for group in row_groups:
         with _damage_named(file):
-            rows_at_once = _rows_at_once(
+            rows_per_batch = _rows_per_batch(
                 file, stream, table.metadata.row_group(group), text_field, group, max_characters
             )
-            batches = table.iter_batches(batch_size=rows_at_once, row_groups=[group], columns=[text_field])
+            batches = table.iter_batches(batch_size=rows_per_batch, row_groups=[group], columns=[text_field])
         while True:
             with _damage_named(file):
                 batch = next(batches, None)
@@ -314,7 +314,7 @@ def _damage_named(file: SourceFile) -> Iterator[None]:
         raise CorruptFileError(f"{file.name}: is not whole parquet data ({error}); fetch it again") from None
 
 
-def _rows_at_once(
+def _rows_per_batch(
     file: SourceFile, stream: BinaryIO, group: Any, text_field: str, number: int, max_characters: int
 ) -> int:
     """The number of rows of a row group to decode together. Each row may be as long as a page, since a dictionary or

@@ -185,7 +185,7 @@ def require_end_of_turns(data: Data, tokenizer_json: str, template: ChatTemplate
     eos = template.specials.get("eos_token")
     if ending is None and eos is not None and eos != end_token:
         log.warning(
-            "data.tokenizer.end_of_text: is %r, and the eos_token beside the tokenizer is %r; set it to what ends the "
+            "data.tokenizer.end_of_text: is %r, and the eos_token next to the tokenizer is %r; set it to what ends the "
             "assistant's turns, so that the tuned model stops",
             end_token,
             eos,

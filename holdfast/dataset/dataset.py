@@ -279,7 +279,7 @@ class Dataset:
         if chat is not None and chat["packed"] != context:
             raise DataError(
                 f"dataset {self.dataset_id}: its conversations are packed into samples of {chat['packed']} tokens, and "
-                f"{context} are asked for; run preprocess with this model.context"
+                f"{context} are requested; run preprocess with this model.context"
             )
 
     @staticmethod

@@ -43,14 +43,14 @@ class Grid:
         """The largest number of grains on a rank."""
         return -(-self.grains // self.ranks)
 
-    def in_turn(self, rank: int) -> range:
+    def round_robin(self, rank: int) -> range:
         """The grains of a rank if all ranks together compute neighboring grains in each round. A rank has one grain
         per round. In the last round the last ranks may have none."""
         return range(rank, self.grains, self.ranks)
 
-    def rows(self, rank: int, size: int, in_turn: bool) -> NDArray[np.int64]:
+    def rows(self, rank: int, size: int, round_robin: bool) -> NDArray[np.int64]:
         """This rank's rows of the global batch, with grains of `size` rows."""
-        grains = self.in_turn(rank) if in_turn else self.share(rank)
+        grains = self.round_robin(rank) if round_robin else self.share(rank)
         return (np.array(grains, np.int64)[:, None] * size + np.arange(size)).reshape(-1)
 
     def nodes(self, rank: int) -> list[Node]:

@@ -99,7 +99,7 @@ def require_left_out_taken(names: Iterable[str], boxes: Sequence[TensorBox]) -> 
     if name := next((name for name in names if name.startswith(LEFT_OUT)), None):
         raise UnfitError(
             f"{name}: the checkpoint holds what each of its ranks left out of gradients, and one rank alone takes none "
-            "of it: go on with the number of ranks that wrote it"
+            "of it: continue with the number of ranks that wrote it"
         )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from holdfast.checkpoint import Checkpoint, TensorBox
-from holdfast.corpus.chat import read_settings, templates_beside
+from holdfast.corpus.chat import read_settings, templates_next_to
 from holdfast.dataset import Dataset
 from holdfast.model.config import Base
 from holdfast.model.export import ExportFile, Rows, export_files, peft_files
@@ -83,7 +83,7 @@ def read_base(spec: Spec, dataset: Dataset) -> Base | None:
     if chat is not None and chat.get("text"):
         templates = {"default": chat["text"], **chat.get("named", {})}
     else:
-        templates = templates_beside(f"{tokenizer_folder}/" if tokenizer_folder else "", tokens.tokenizer_config)
+        templates = templates_next_to(f"{tokenizer_folder}/" if tokenizer_folder else "", tokens.tokenizer_config)
     # The dataset has the settings used to render the template, even if the file is missing.
     tokenizer_config = {**((chat or {}).get("specials") or {}), **tokens.tokenizer_config}
     return Base(
@@ -123,13 +123,13 @@ def export_hugging_face(
     files = model_files(checkpoint, spec, dataset)
     total, done = sum(file.size for file in files), 0
 
-    def told(file: ExportFile, before: int) -> Iterator[bytes | memoryview]:
+    def reported_content(file: ExportFile, before: int) -> Iterator[bytes | memoryview]:
         for data in file.content():
             yield data
             before += len(data)
             progress(before, total)
 
     for file in files:
-        target.put_stream(file.name, file.size, lambda file=file, before=done: told(file, before))  # type: ignore[misc]
+        target.put_stream(file.name, file.size, lambda file=file, before=done: reported_content(file, before))  # type: ignore[misc]
         done += file.size
     return [file.name for file in files]

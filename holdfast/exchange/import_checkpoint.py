@@ -105,7 +105,7 @@ def import_checkpoint(
         written_digest += ShardWriter(store, attempt, writers).write(step, group).header.totals.digest
         writers += 1
     if str(written_digest) != digest:
-        raise DataError(f"{source.where} changed while it was read; import it again once nobody writes it")
+        raise DataError(f"{source.where} changed while it was read; import it again once no process writes it")
     committer = Committer(store, attempt, writers)
     for writer in reversed(range(writers)):  # a node waits for its children, which later writers lead
         committer.lead(step, writer)
@@ -129,7 +129,7 @@ def _shapes(spec: Spec, source: Source) -> tuple[Mapping[str, tuple[int, ...]], 
         if (shape_found := source.shape(name)) != shape:
             actual = "no such tensor" if shape_found is None else f"the shape {list(shape_found)}"
             raise DataError(
-                f"{source.where}: {name} has {actual}, the model of the spec needs {list(shape)}; mend `model`"
+                f"{source.where}: {name} has {actual}, the model of the spec needs {list(shape)}; fix `model`"
             )
     of_moments = {prefix + name: shape for prefix in MOMENTS for name, shape in shapes.items() if trained(name)}
     moment_shapes = [source.shape(name) for name in of_moments]
@@ -141,7 +141,7 @@ def _shapes(spec: Spec, source: Source) -> tuple[Mapping[str, tuple[int, ...]], 
             for (name, shape), shape_found in zip(of_moments.items(), moment_shapes, strict=True)
             if shape_found != shape
         )
-        raise DataError(f"{source.where}: {name} is missing or of another shape, and other moments are there")
+        raise DataError(f"{source.where}: {name} is missing or of another shape, and other moments exist")
     return shapes, True
 
 

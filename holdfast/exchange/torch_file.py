@@ -110,7 +110,7 @@ def read_tensors(path: Path, start: int = 0, length: int | None = None) -> Store
         length = size - start if length is None else length
         if start < 0 or length < 0 or start + length > size:
             raise DataError(
-                f"{path}: cannot be read: it has {size} bytes, and a part is said to lie at {start} to "
+                f"{path}: cannot be read: it has {size} bytes, and a part should lie at {start} to "
                 f"{start + length}; fetch it again"
             )
         try:
@@ -142,7 +142,7 @@ def contiguous(shape: tuple[int, ...]) -> tuple[int, ...]:
 def file_inside(folder: Path, name: str) -> Path:
     """The file `name` of a folder. Raises DataError for a name or a link that leads out of the folder."""
     if not name or Path(name).name != name or name in (".", "..") or "\0" in name or "\\" in name:
-        raise DataError(f"{folder}: a part is said to lie in {name[:200]!r}, outside of the folder")
+        raise DataError(f"{folder}: a part should lie in {name[:200]!r}, outside of the folder")
     if (path := (folder / name).resolve()).parent != folder.resolve():
         raise DataError(f"{folder / name}: is a link to {path}, outside of the folder; copy that file into the folder")
     return folder / name
@@ -301,5 +301,5 @@ def _placed(
             raise ValueError(f"elements of a tensor of shape {list(shape)} lie in the same place")
         reach += (size - 1) * stride
     if (first + reach) * dtype.itemsize > record[1]:
-        raise ValueError(f"a tensor of shape {list(shape)} is said to lie in {record[1]} bytes")
+        raise ValueError(f"a tensor of shape {list(shape)} should lie in {record[1]} bytes")
     return StoredTensor(path, dtype, shape, strides, record[0] + first * dtype.itemsize)

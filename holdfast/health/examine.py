@@ -94,7 +94,7 @@ def require_health(report: Report, rank: int) -> None:
     if not own:
         raise LostPeerError(message)
     kind = UnhealthyNodeError if any(finding.sure for finding in own) else WrongArithmeticError
-    raise kind(f"{message}. The run does not start here: mend or replace the node")
+    raise kind(f"{message}. The run does not start here: repair or replace the node")
 
 
 def first_of_node() -> bool:

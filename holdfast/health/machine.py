@@ -102,7 +102,7 @@ def counters(kind: str, uuid_of_device: str) -> tuple[dict[str, int], dict[str, 
     if kind != "cuda":
         return {}, {}, [] if kind == "cpu" else [f"counters: nothing here reads those of {kind}"]
     names = ("driver_version", "pci.bus_id", *_COUNTERS)
-    answer, reason = _asked(
+    answer, reason = _output_of(
         "nvidia-smi",
         f"--query-gpu={','.join(names)}",
         "--format=csv,noheader,nounits",
@@ -156,7 +156,7 @@ def _xids(bus: str) -> tuple[dict[str, int], str]:
     text, read = [], 0
     try:
         while read < _KERNEL_BYTES and (record := os.read(descriptor, 8192)):
-            if time.clock_gettime(time.CLOCK_MONOTONIC) - _told_at(record) < XID_SECONDS:
+            if time.clock_gettime(time.CLOCK_MONOTONIC) - _time_of(record) < XID_SECONDS:
                 text.append(record)
             read += len(record)
     except OSError:  # BlockingIOError: the end of the log
@@ -166,7 +166,7 @@ def _xids(bus: str) -> tuple[dict[str, int], str]:
     return parse_xids(b"".join(text).decode("utf-8", "replace"), bus), ""
 
 
-def _told_at(record: bytes) -> float:
+def _time_of(record: bytes) -> float:
     """When the kernel wrote a record, in seconds of its monotonic clock: `priority,number,microseconds,flags;text`."""
     try:
         return int(record.split(b";", 1)[0].split(b",")[2]) / 1e6
@@ -183,7 +183,7 @@ def system_versions() -> Mapping[str, str]:
     }
 
 
-def _asked(*command: str) -> tuple[str | None, str]:
+def _output_of(*command: str) -> tuple[str | None, str]:
     """The output of a command; None and the reason if it fails or does not respond."""
     try:
         process = subprocess.run(

@@ -44,7 +44,7 @@ def main() -> None:
             join_gang(device)
             gang = Gang()
             store = open_store(arguments.store) if arguments.store else None
-            report = examine(gang, device, store, PREFIX, cache_dir(), arguments.seconds, "asked for")
+            report = examine(gang, device, store, PREFIX, cache_dir(), arguments.seconds, "requested")
         if gang.rank == 0:
             if arguments.report is None:
                 sys.stdout.write(report.model_dump_json() + "\n")

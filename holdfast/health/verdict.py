@@ -247,19 +247,21 @@ def _limit_of_links(ends: Iterable[Measured]) -> Limit:
 
 
 def _clocks(ranks: Ranks) -> Iterator[Finding]:
-    told = {
+    offsets = {
         rank_measured.rank: rank_measured.clock_ahead
         for rank_measured in ranks.values()
         if rank_measured.clock_ahead is not None
     }
-    usual = median(told.values()) if told else 0.0
-    for rank, ahead in told.items():
+    usual = median(offsets.values()) if offsets else 0.0
+    for rank, ahead in offsets.items():
         error = ranks[rank].clock_error
         least = abs(ahead) - error
         if least >= CLOCK_WARNS:
             direction = "ahead of" if ahead > 0 else "behind"
             text = f"its clock is at least {least:.1f} s {direction} the store's: set one of them by NTP"
-            alone = len(told) > 2 and abs(ahead - usual) - error >= CLOCK_FAILS  # else the store's clock may be wrong
+            alone = (
+                len(offsets) > 2 and abs(ahead - usual) - error >= CLOCK_FAILS
+            )  # else the store's clock may be wrong
             yield _finding(ranks, [rank], "clock", "failed" if alone else "warned", text)
 
 

@@ -93,12 +93,12 @@ class WarmProcess:
 
     def _await(self, timeout: float | None) -> int:
         if self.returncode is None:
-            self.returncode = self._told(timeout)
+            self.returncode = self._await_status(timeout)
             # Only now may the kernel reuse the process id. Other waiting threads still find the status in the socket.
             self._status.shutdown(socket.SHUT_RDWR)
         return self.returncode
 
-    def _told(self, timeout: float | None) -> int:
+    def _await_status(self, timeout: float | None) -> int:
         with selectors.DefaultSelector() as selector:
             selector.register(self._status, selectors.EVENT_READ)
             if not selector.select(timeout):

@@ -48,7 +48,7 @@ log = logging.getLogger("holdfast.launch")
 
 # Seconds from a signal until this process gives up on the checkpoint agent. The ranks' last lines and the exit of this
 # process still fit before SIGKILL.
-_DRAIN_WHEN_TOLD = LEAVE_MARGIN - TAKE_SECONDS - CLOSE_SECONDS - 2.0
+_DRAIN_AFTER_SIGNAL = LEAVE_MARGIN - TAKE_SECONDS - CLOSE_SECONDS - 2.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
         _choose_agent(options, folder)
         try:
             try:
-                _leave_if_told()
+                _exit_if_signaled()
                 run(options)
             finally:  # nothing is left to stop, and a signal must not replace the reason
                 leaving.listen()
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
             codes = list(codes_by_pid.values())
         # A signal stopped torchrun. The ranks' exits say more, and also which ranks were dead before it.
         except SignalException as error:
-            leaving.told()
+            leaving.set_deadline()
             ranks = read_ranks(Path(folder))
             codes = [ExitCode.KILLED for rank in ranks if rank.attempt is not None and rank.code is None]
             if not codes and all(rank.code is None for rank in ranks):
@@ -103,25 +103,25 @@ def main(arguments: list[str] | None = None) -> int:
             codes, detail = _apart(error, read_ranks(Path(folder)))
         code = end.come(codes, detail)
         output.close({} if end.hung else codes_by_pid)
-    for number in _TOLD_BY:  # the interpreter restores default handlers at exit
+    for number in _STOP_SIGNALS:  # the interpreter restores default handlers at exit
         signal.signal(number, signal.SIG_IGN)
     return code
 
 
-_TOLD_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that tell torchrun to stop
-_told: list[int] = []  # signals that came before any rank was started
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)  # signals that tell torchrun to stop
+_early_signals: list[int] = []  # signals that came before any rank was started
 
 
 def _leave(number: int, _: object) -> None:
     """Handle a signal before any rank has started: there is nothing to save."""
-    _told.append(number)
+    _early_signals.append(number)
     sys.exit(128 + number)
 
 
-def _leave_if_told() -> None:
+def _exit_if_signaled() -> None:
     """Exit if a signal came before the ranks. An exception from a signal handler is lost while a destructor runs."""
-    if _told:
-        sys.exit(128 + _told[0])
+    if _early_signals:
+        sys.exit(128 + _early_signals[0])
 
 
 class _Leaving:
@@ -131,12 +131,12 @@ class _Leaving:
 
     def listen(self) -> None:
         """From now on, a signal only sets the deadline."""
-        for number in _TOLD_BY:
-            signal.signal(number, self.told)
+        for number in _STOP_SIGNALS:
+            signal.signal(number, self.set_deadline)
 
-    def told(self, *_: object) -> None:
+    def set_deadline(self, *_: object) -> None:
         """Set the deadline: this node is being stopped. Takes no lock, because it runs as a signal handler."""
-        self.deadline = min(self.deadline, time.monotonic() + _DRAIN_WHEN_TOLD)
+        self.deadline = min(self.deadline, time.monotonic() + _DRAIN_AFTER_SIGNAL)
 
 
 @dataclass

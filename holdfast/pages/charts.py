@@ -229,7 +229,7 @@ def draw_shares(bars: Sequence[tuple[str, Mapping[Any, float]]], kinds: Sequence
     """
     longest = max((sum(values.values()) for _, values in bars), default=0.0)
     if longest <= 0:
-        return Markup('<p class="muted">Nothing was told of it.</p>')
+        return Markup('<p class="muted">Nothing was reported about it.</p>')
     drawn = []
     for index, (label, values) in enumerate(bars[:MOST]):
         total, at, parts = sum(values.values()), float(LEFT), []

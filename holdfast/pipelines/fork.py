@@ -42,7 +42,7 @@ def fork_run(store: Store, parent: RunRecord, step: int, overrides: Sequence[str
     MissingError for a missing checkpoint or a run that was never trained.
     """
     if not parent.spec:
-        raise MissingError(f"run {parent.run_id}: {store.url} does not say what was asked for: it was never trained")
+        raise MissingError(f"run {parent.run_id}: {store.url} has no spec of it: it was never trained")
     parent_spec = Spec.model_validate(parent.spec)
     spec = parent_spec.with_overrides(overrides)
     _require_same_state(parent_spec, spec, step)

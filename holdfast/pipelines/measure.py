@@ -114,4 +114,4 @@ def _run(module: Sequence[str], environment: Mapping[str, str], out: Path, remed
         # torchrun forwards all output of ranks, including errors, to its standard output; its own lines add nothing.
         lines = process.stdout.splitlines() or process.stderr.splitlines()
         output = "\n".join(f"    {line}" for line in lines[-SHOWN:])
-        raise MeasureError(f"the process that measures ended with {process.returncode}; it said:\n{output}")
+        raise MeasureError(f"the process that measures ended with {process.returncode}; its output:\n{output}")

@@ -29,7 +29,7 @@ from holdfast.steps import STEPS, TRIAL, producer_of
 from holdfast.steps.outcomes import EXIT_HANDLER, Outcome
 from holdfast.steps.table import ENDS_ALL_TRIALS
 
-NOT_STARTED = "not begun, because the run was asked to stop"
+NOT_STARTED = "not begun, because the run was stopped"
 
 log = logging.getLogger("holdfast.runner")
 
@@ -175,7 +175,7 @@ class Runner:
         try:
             self._walk()
         except Exception as error:
-            log.exception("the runner failed; the steps that run are asked to leave")
+            log.exception("the runner failed; the steps that run are stopped")
             self._fail(code_of(error), "runner")
             self._walk()
         self._notify()

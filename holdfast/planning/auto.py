@@ -133,7 +133,7 @@ def accelerator_of(spec: Spec, *, here: bool) -> Accelerator:
     remedy = f"write cluster.product: {', '.join(ACCELERATORS)}"
     if here:
         remedy += f"; or measure this machine: holdfast calibrate{_kind(spec)}"
-    raise SpecError([Problem("cluster.product", None, "is not said, and the planner guesses no accelerator", remedy)])
+    raise SpecError([Problem("cluster.product", None, "is not set, and the planner guesses no accelerator", remedy)])
 
 
 def _kind(spec: Spec) -> str:

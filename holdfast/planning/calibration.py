@@ -51,7 +51,7 @@ class Machine(Section):
     memory: float = Field(gt=0, description="Bytes of one rank: its accelerator's, or its share of the host's.")
     backend: str = Field(description="What the ranks talked over: gloo, nccl, hccl.")
     torch: str = Field(description="Version of torch.")
-    ranks: int = Field(ge=1, description="That worked at once.")
+    ranks: int = Field(ge=1, description="Number of concurrent ranks.")
 
 
 class Rates(Section):
@@ -71,7 +71,9 @@ class Point(Section):
     ranks: int = Field(ge=2)
     size: int = Field(ge=1, description="Bytes, as `planning.collectives` counts them.")
     seconds: float = Field(gt=0, description="The median, of the slowest rank.")
-    fitted: bool = Field(description="Whether the line was laid through it. The others are what it is judged by.")
+    fitted: bool = Field(
+        description="Whether the line was fitted to it. The remaining points are used to judge the line."
+    )
 
 
 class Step(Section):

@@ -34,7 +34,7 @@ class Line(Section):
 class Accelerator(Section):
     """One accelerator in its usual node. Every figure can be replaced."""
 
-    name: str = Field(description="What it is called.")
+    name: str = Field(description="Its name.")
     kind: str = Field("nvidia", description="`cluster.accelerator` of the spec: nvidia, amd, gaudi, ascend or cpu.")
     bf16: float = Field(gt=0, description="FLOP/s of matrix products in bf16.")
     fp8: float | None = Field(None, gt=0, description="FLOP/s of matrix products in fp8, where it knows them.")
@@ -42,7 +42,7 @@ class Accelerator(Section):
     memory: float = Field(gt=0, description="Bytes of memory.")
     bandwidth: float = Field(gt=0, description="Bytes a second of its memory.")
     node: int = Field(8, ge=1, le=1024, description="Accelerators that fast links join: a node, or a rack of them.")
-    link: float = Field(gt=0, description="Bytes a second to the others of the node, in one direction.")
+    link: float = Field(gt=0, description="Bytes per second to the other devices of the node, in one direction.")
     network: float = Field(gt=0, description="Bytes a second to other nodes, its share of the node's adapters.")
     link_latency: float = Field(3e-6, ge=0, description="Seconds until the first byte within the node.")
     network_latency: float = Field(10e-6, ge=0, description="Seconds until the first byte between nodes.")
@@ -203,7 +203,7 @@ def _read(path: Path) -> dict[str, object]:
     except OSError as error:
         raise MissingError(f"{path}: cannot be read: {error.strerror}; name an accelerator or such a file") from None
     except strict_yaml.YamlRefusedError as error:
-        raise SpecError([Problem("(file)", None, f"not valid YAML: {error}", "mend the syntax")], str(path)) from None
+        raise SpecError([Problem("(file)", None, f"not valid YAML: {error}", "fix the syntax")], str(path)) from None
     if not isinstance(value, dict):
         raise SpecError([Problem("(file)", value, "is no mapping of figures", "see docs/planner.md")], str(path))
     return value

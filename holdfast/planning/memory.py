@@ -251,9 +251,9 @@ def _stage(
     copies = size * (dense + experts + ends) if practice.autocast else 0.0  # weights in 16 bits, cast once
     held_copies = copies if layout.checkpointing == "none" else copies / layers
     layer = (dense + experts) / layers
-    at_once = layers if layout.keeps_gathered else 3  # layers with whole weights on this rank
+    gathered_layers = layers if layout.keeps_gathered else 3  # layers with whole weights on this rank
     gathered = (
-        size * (ends + at_once * layer) + (size + 4) * max(layer, ends)
+        size * (ends + gathered_layers * layer) + (size + 4) * max(layer, ends)
         if full and (shards > 1 or "weights" in offloaded_parts)
         else 0.0
     )

@@ -25,13 +25,13 @@ def best_interval(cost: float, between_failures: float) -> float:
     return max(math.sqrt(2 * cost * between_failures), LEAST_COSTS * cost)
 
 
-def goodput(cost: float, interval: float, between_failures: float, restart: float, told: float = 0.0) -> float:
+def goodput(cost: float, interval: float, between_failures: float, restart: float, announced: float = 0.0) -> float:
     """The share of time in steps that count, 0 without any.
 
     A save takes `cost` seconds after each `interval`. A failure takes `restart` seconds and repeats half an interval.
-    `told` is the share of all time that losses with a notice take.
+    `announced` is the share of all time that losses with a notice take.
     """
-    lost = (restart + interval / 2) / between_failures + told
+    lost = (restart + interval / 2) / between_failures + announced
     return max(0.0, 1 - lost) / (1 + cost / interval)
 
 

@@ -83,9 +83,9 @@ def mix(chosen: Candidate, count: int, *, notice: bool) -> Mix:
     nodes, stall = nodes_of(chosen), stall_of(chosen)
     reclaims = count * (accelerator.spot_interruptions or 0.0) / HOUR  # per second
     failures = task.gpus / RANK_SECONDS_PER_FAILURE
-    sudden, told = (failures, reclaims) if notice else (failures + reclaims, 0.0)
+    sudden, announced = (failures, reclaims) if notice else (failures + reclaims, 0.0)
     interval = max(step, best_interval(stall, 1 / sudden))
-    share = goodput(stall, interval, 1 / sudden, RESTART_SECONDS, told * (stall + RESTART_SECONDS))
+    share = goodput(stall, interval, 1 / sudden, RESTART_SECONDS, announced * (stall + RESTART_SECONDS))
     seconds = lasts(step * task.full_steps, share)  # as in the run estimate
     energy = (
         (accelerator.watts + accelerator.overhead_watts) / 1000 * accelerator.kilowatt_hour

@@ -142,7 +142,9 @@ class Anomalies:
                 scalars = self._go_back(target)
                 self.restored(scalars)
                 self._kept[-2:] = torch.tensor([in_a_row, total])  # a rewind does not reset the counts of anomalies
-                log.warning("step %d: the state is that of step %d again, and training goes on behind it", step, target)
+                log.warning(
+                    "step %d: the state is that of step %d again, and training continues behind it", step, target
+                )
                 return True
         return False
 

@@ -45,7 +45,7 @@ def train(session: RankSession, batches: Iterable[tuple[int, NDArray[np.int64]]]
         if leaving and done < training.steps:
             phases.enter("leave")
             session.saves.wait()
-            raise PreemptedError(f"asked to leave: saved step {done}; the same command goes on from there")
+            raise PreemptedError(f"stop requested: saved step {done}; the same command resumes from there")
         phases.enter("data")
     phases.enter("leave")
     session.saves.wait()

@@ -215,7 +215,7 @@ class SystemMetrics:
     """System metrics, sampled when rows are read. It uses no thread."""
 
     def __init__(self, meter: Meter | None = None, clock: Callable[[], float] = time.monotonic) -> None:
-        self._meter, self._clock, self._asked = meter, clock, -math.inf
+        self._meter, self._clock, self._measured_at = meter, clock, -math.inf
         self._process = psutil.Process(os.getpid())
         psutil.cpu_percent()
 
@@ -231,7 +231,7 @@ class SystemMetrics:
         if torch.cuda.is_available():
             sample["system.gpu_memory_bytes"] = float(torch.cuda.max_memory_allocated())  # the peak
             sample["system.gpu_reserved_bytes"] = float(torch.cuda.max_memory_reserved())
-        if self._meter is not None and self._clock() - self._asked >= METER_SECONDS:
-            self._asked = self._clock()
+        if self._meter is not None and self._clock() - self._measured_at >= METER_SECONDS:
+            self._measured_at = self._clock()
             sample |= {f"system.gpu_{name}": value for name, value in self._meter.now() if value is not None}
         return sample

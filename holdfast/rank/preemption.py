@@ -36,7 +36,7 @@ class PreemptionSignal:
         waits for a missing peer would not see the request otherwise. Raises TerminatedError after an earlier
         request. Main thread only."""
         if self._wanted:
-            raise TerminatedError("asked to leave before the ranks had met")
+            raise TerminatedError("stop requested before the ranks had met")
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         yield
         self.listen()
@@ -55,7 +55,7 @@ class PreemptionSignal:
         is lost. A collective call. `when` is part of the message."""
         assert self._gang is not None, "join() comes first"
         if self._gang.any_later(self.wanted).result():
-            raise TerminatedError(f"asked to leave {when}: nothing was computed yet, so there is nothing to save")
+            raise TerminatedError(f"stop requested {when}: nothing was computed yet, so there is nothing to save")
 
     def all_ranks_stopping(self) -> bool:
         """Whether all ranks stop now. A collective call, once per step. The result reflects the requests of one step

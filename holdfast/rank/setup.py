@@ -75,7 +75,7 @@ def rows_in_grid(spec: Assignment, gang: Gang, size: int) -> Indices:
     """This rank's rows of a batch of `size` samples under elastic determinism."""
     grid = spec.grid(gang.size, size)
     assert grid is not None
-    return grid.rows(gang.rank, spec.training.micro_batch, in_turn=spec.parallel.strategy == "fsdp")
+    return grid.rows(gang.rank, spec.training.micro_batch, round_robin=spec.parallel.strategy == "fsdp")
 
 
 def computed_rows(spec: Assignment, ranks: int, rows: Rows) -> int:

@@ -56,7 +56,7 @@ class ChatProgram:
                 after = self._render(messages[: index + 1], conversation)
                 if not (after.startswith(before) and full.startswith(after)):
                     raise RefusedError(
-                        "the chat template writes a turn otherwise when another one follows, so nobody can tell what "
+                        "the chat template writes a turn differently when another one follows, so it is unknown what "
                         "the assistant says; put {% generation %} and {% endgeneration %} around it in the template"
                     )
                 spans.append((len(before), len(after.rstrip())))

@@ -135,7 +135,7 @@ def require_tracking_server(spec: Spec) -> None:
         raise SpecError([problem], "environment")
 
 
-def mlflow_is_there() -> bool:
+def has_mlflow() -> bool:
     """Whether MLflow can have data: an SQLite file that does not exist has none. A server is not queried."""
     kind, _, path = tracking_uri().partition(":///")
     return not kind.startswith("sqlite") or Path(path.partition("?")[0]).exists()

@@ -91,7 +91,7 @@ def with_retries(step: str, action: Callable[[], Result], retries: Retries) -> R
     def note(failures: int, error: BaseException) -> None:
         log.warning("%s: %s; tries again by itself (%d of %d)", step, error, failures, retries.budget)
         if shutdown_requested():  # during the log call, which swallows exceptions of a signal handler
-            raise TerminatedError("asked to leave (SIGTERM)") from error
+            raise TerminatedError("stop requested (SIGTERM)") from error
 
     return retried(
         lambda _: action(),

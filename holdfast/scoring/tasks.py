@@ -171,7 +171,7 @@ def _sizes(store: Store, names: Sequence[str], uri: str) -> dict[str, int]:
     for name in names:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts or "://" in name:
-            raise DataError(f"evaluation.tasks: {uri}: data file {name!r} must lie beside the task file")
+            raise DataError(f"evaluation.tasks: {uri}: data file {name!r} must lie next to the task file")
         if (info := store.stat(name)) is None:
             raise MissingError(f"evaluation.tasks: {uri}: there is no data file {name}")
         sizes[name] = info.size
@@ -289,8 +289,8 @@ def _fetch(found: TaskFiles, name: str, folder: Path) -> str:
 
         if _digest_of(written()) != wanted.digest:
             raise DataError(
-                f"evaluation.tasks: {found.task.uri}: {name} has changed since the evaluation began: let nobody write "
-                "it meanwhile, and evaluate again"
+                f"evaluation.tasks: {found.task.uri}: {name} has changed since the evaluation began: let no process "
+                "write it meanwhile, and evaluate again"
             )
     return str(path)
 

@@ -59,30 +59,30 @@ def apply(service: dict[str, Any], api: Api) -> None:
         ) from None
 
 
-def _predictor(spec: Spec, asked: Kserve, source: str) -> dict[str, Any]:
-    resources: dict[str, Any] = {"cpu": asked.cpu, "memory": asked.memory}
-    tolerations = list(asked.tolerations)
-    if asked.accelerators:
-        resources[str(ACCELERATORS[spec.cluster.accelerator].resource)] = str(asked.accelerators)
+def _predictor(spec: Spec, settings: Kserve, source: str) -> dict[str, Any]:
+    resources: dict[str, Any] = {"cpu": settings.cpu, "memory": settings.memory}
+    tolerations = list(settings.tolerations)
+    if settings.accelerators:
+        resources[str(ACCELERATORS[spec.cluster.accelerator].resource)] = str(settings.accelerators)
         tolerations.append(taint_of(spec.cluster.accelerator))
     model: dict[str, Any] = {
         "modelFormat": {"name": "huggingface"},
         "storageUri": source,
         "resources": {"requests": resources, "limits": resources},
     }
-    if asked.runtime:
-        model["runtime"] = asked.runtime
-    if asked.arguments:
-        model["args"] = [_as_written(argument) for argument in asked.arguments]
+    if settings.runtime:
+        model["runtime"] = settings.runtime
+    if settings.arguments:
+        model["args"] = [_as_written(argument) for argument in settings.arguments]
     predictor: dict[str, Any] = {
-        "minReplicas": asked.min_replicas,
-        "maxReplicas": asked.max_replicas,
+        "minReplicas": settings.min_replicas,
+        "maxReplicas": settings.max_replicas,
         "model": model,
     }
-    if asked.service_account:
-        predictor["serviceAccountName"] = asked.service_account
-    if asked.node_selector:
-        predictor["nodeSelector"] = dict(asked.node_selector)
+    if settings.service_account:
+        predictor["serviceAccountName"] = settings.service_account
+    if settings.node_selector:
+        predictor["nodeSelector"] = dict(settings.node_selector)
     if tolerations:
         predictor["tolerations"] = [taint.model_dump(exclude_none=True) for taint in tolerations]
     return predictor

@@ -84,28 +84,28 @@ class ModelRegistry:
         """Mark a version as the champion on the RegisteredModel."""
         self._model(model, {"customProperties": _properties({"champion": version})})
 
-    def _model(self, name: str, said: Entry | None = None) -> str:
-        return self._made("registered_model", "registered_models", {"name": name}, {"name": name}, said)
+    def _model(self, name: str, fields: Entry | None = None) -> str:
+        return self._made("registered_model", "registered_models", {"name": name}, {"name": name}, fields)
 
     def _made(
-        self, one: str, all_: str, named: Mapping[str, str], fixed: Entry, said: Entry | None, under: str = ""
+        self, one: str, all_: str, named: Mapping[str, str], fixed: Entry, fields: Entry | None, under: str = ""
     ) -> str:
-        """The id of the object that `named` finds, updated with `said`; created from `fixed` and `said` if it does not
-        exist.
+        """The id of the object that `named` finds, updated with `fields`; created from `fixed` and `fields` if it
+        does not exist.
         """
         obj = self._ask("GET", f"{one}?{urlencode(named)}")
         if obj is None:
             try:
-                obj = self._ask("POST", under or all_, {**fixed, **(said or {})})
+                obj = self._ask("POST", under or all_, {**fixed, **(fields or {})})
             except RefusedError:  # a concurrent writer created it, or the request is invalid
                 obj = self._ask("GET", f"{one}?{urlencode(named)}")
                 if obj is None:
                     raise
-        elif said is not None:
-            if "customProperties" in said:  # a patch replaces all properties, also foreign ones
+        elif fields is not None:
+            if "customProperties" in fields:  # a patch replaces all properties, also foreign ones
                 properties = obj.get("customProperties") or {}
-                said = {**said, "customProperties": {**properties, **said["customProperties"]}}
-            self._ask("PATCH", f"{all_}/{obj['id']}", said)
+                fields = {**fields, "customProperties": {**properties, **fields["customProperties"]}}
+            self._ask("PATCH", f"{all_}/{obj['id']}", fields)
         assert obj is not None
         return str(obj["id"])
 

@@ -73,7 +73,7 @@ def load_cluster(path: str | Path) -> ClusterModel:
     try:
         return ClusterModel.model_validate(strict_yaml.read(text))
     except strict_yaml.YamlRefusedError as error:
-        problem = Problem(getattr(error, "place", "") or "(file)", None, f"not valid YAML: {error}", "mend the syntax")
+        problem = Problem(getattr(error, "place", "") or "(file)", None, f"not valid YAML: {error}", "fix the syntax")
         raise SpecError([problem], str(path)) from None
     except ValidationError as error:
         problems = [

@@ -44,7 +44,7 @@ _REFUSED: Mapping[Engine, Mapping[str, str]] = {
     "kueue": _NEVER,
     "volcano": {
         **_NEVER,
-        "fifo": "lets nobody overtake, and Volcano's allocate goes on to the next job where one does not fit",
+        "fifo": "lets no job overtake, and Volcano's allocate continues with the next job where one does not fit",
         "fair-share": "remembers what was used, and Volcano's shares are of what is held now",
     },
 }
@@ -56,7 +56,7 @@ _DIFFERS: Mapping[tuple[Engine, str], str] = {
     "least work",
     ("kueue", "fair-share"): "Kueue counts what was used as it is used, the simulation at the start of a job for all "
     "of its estimate",
-    ("kueue", "drf"): "what a tenant holds counts at once, as here",
+    ("kueue", "drf"): "what a tenant holds counts immediately, as here",
     ("kueue", "topology"): "Kueue prefers one rack and does not wait for it; jobs ask with cluster.topology.placement: "
     "prefer",
     ("volcano", "backfill"): "nothing that the simulation shows",
@@ -100,7 +100,7 @@ def configuration(engine: Engine, policy: str, model: ClusterModel, jobs: Sequen
     if reason is not None:
         supported = ", ".join(name for engine_name, name in _DIFFERS if engine_name == engine)
         raise SpecError(
-            [Problem("--policy", policy, f"cannot be said to {engine}: it {reason}", f"use {supported}")], engine
+            [Problem("--policy", policy, f"cannot be expressed to {engine}: it {reason}", f"use {supported}")], engine
         )
     tenants = _named("tenant", (job.tenant for job in jobs))
     groups = _named("groups.name", (group.name for group in model.groups))

@@ -179,13 +179,13 @@ class Pool:
                 break
         return idle_nodes
 
-    def _best_fit(self, gpus: int, besides: set[int]) -> int:
+    def _best_fit(self, gpus: int, excluded: set[int]) -> int:
         for nodes in self._partly[gpus:]:
             if nodes:
                 return next(iter(nodes))
         # A fresh node from the fullest rack, so that empty racks stay whole for gangs.
         racks = sorted((rack for rack in self._racks if rack), key=len)
-        return next(node for rack in racks for node in rack if node not in besides)
+        return next(node for rack in racks for node in rack if node not in excluded)
 
     def _change(self, index: int, by: int) -> None:
         before = self._free[index]

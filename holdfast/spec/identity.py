@@ -50,20 +50,21 @@ def fields_of(section: BaseModel, role: Role = "identity") -> dict[str, Any]:
 def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "") -> str:
     """The identity of a training run. `salt` (from `--fresh`) creates a different run with the same inputs.
     `first_weights` is the digest of the weights that `model.init_from` names, and replaces their location."""
-    asked, model = fields_of(spec), spec.model
+    fields, model = fields_of(spec), spec.model
     # A default that is written out makes no other run.
-    asked["model"] |= {"kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width}
+    fields["model"] |= {"kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width}
     if first_weights:
-        asked["model"]["init_from"] = first_weights
+        fields["model"]["init_from"] = first_weights
     if spec.training.optimizer.kind == "adamw":
-        del asked["training"]["optimizer"]["kind"]  # it was the only kind when run ids were introduced
-    asked.pop("data")  # the dataset id covers it, and the bytes as well...
-    asked["document_masks"] = spec.data.document_masks  # ...except for what is applied when batches are read
-    asked["shuffle"] = spec.data.shuffle.model_dump()
-    asked["weights"] = [source.weight for source in spec.data.sources]
+        del fields["training"]["optimizer"]["kind"]  # it was the only kind when run ids were introduced
+    fields.pop("data")  # the dataset id covers it, and the bytes as well...
+    fields["document_masks"] = spec.data.document_masks  # ...except for what is applied when batches are read
+    fields["shuffle"] = spec.data.shuffle.model_dump()
+    fields["weights"] = [source.weight for source in spec.data.sources]
     if spec.training.gradient_compression == "topk":
-        asked["topk_fraction"] = spec.training.topk_fraction  # without topk it has no meaning, and is not in the id
+        fields["topk_fraction"] = spec.training.topk_fraction  # without topk it has no meaning, and is not in the id
     if spec.training.determinism == "elastic":
-        asked["grain"] = spec.training.micro_batch  # sums are made of micro-batches, which are the same at every layout
-        asked["loss_chunk"] = spec.training.loss_chunk
-    return digest({"version": DATA_PLANE_VERSION, "dataset": dataset_id, "spec": asked, "salt": salt})
+        # Sums are made of micro-batches, which are the same at every layout.
+        fields["grain"] = spec.training.micro_batch
+        fields["loss_chunk"] = spec.training.loss_chunk
+    return digest({"version": DATA_PLANE_VERSION, "dataset": dataset_id, "spec": fields, "salt": salt})

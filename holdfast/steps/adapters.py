@@ -200,7 +200,7 @@ def parser_of(step: str) -> argparse.ArgumentParser:
         parser.add_argument(f"--{TRIAL}", default="", help="of a sweep: the number of the trial that it is for")
     if step == EXIT_HANDLER:
         parser.add_argument("--status", required=True, help="how the DAG ended: succeeded, failed or cancelled")
-        parser.add_argument("--message", default="", help="what the failed step said")
+        parser.add_argument("--message", default="", help="error message of the failed step")
         parser.add_argument("--failures", default="", metavar="JSON", help="what Argo's workflow.failures says")
     return parser
 

@@ -23,7 +23,7 @@ LOG_FILE = "HOLDFAST_LOG_FILE"  # the file for the output of the steps, which me
 RUN_ID = "HOLDFAST_RUN_ID"  # the run that the pipeline makes, if known beforehand
 POD = "HOLDFAST_POD_NAME"
 EXIT_HANDLER = "notify"
-KILLED = "the process was killed: out of memory, or somebody ended it"
+KILLED = "the process was killed: out of memory, or ended by a user"
 
 
 @dataclass

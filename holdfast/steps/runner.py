@@ -79,7 +79,7 @@ def run_step(
     files_to_environment(MOUNTED_SETTINGS, MOUNTED_SECRETS)
     give_home()
     prepare_streams()
-    _print_lines_at_once()
+    _print_lines_immediately()
     with redacted_output():
         configure_logging()  # before the streams are copied: records go to the log separately
         if step_log is None:
@@ -117,7 +117,7 @@ def _run(
 
     def require_wanted() -> None:
         if step != EXIT_HANDLER and was_stopped():
-            raise TerminatedError("not begun, because the run was asked to stop")
+            raise TerminatedError("not begun, because the run was stopped")
 
     def begun(url: str) -> None:
         keeper.url = url
@@ -190,7 +190,7 @@ def files_to_environment(*roots: Path) -> None:
             os.environ[file.name] = file.read_text(encoding="utf-8")
 
 
-def _print_lines_at_once() -> None:
+def _print_lines_immediately() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(line_buffering=True)
@@ -202,4 +202,4 @@ def _terminated(_signum: int, _frame: FrameType | None) -> None:
 
 
 def _leave() -> TerminatedError:
-    return TerminatedError("asked to leave (SIGTERM)")
+    return TerminatedError("stop requested (SIGTERM)")

@@ -192,7 +192,7 @@ class Stream:
         if self._position == self._size and (
             self._rest.nbytes or any(memoryview(chunk).nbytes for chunk in self._made)
         ):
-            raise self._wrong("goes on beyond them")
+            raise self._wrong("extends beyond them")
         return pieces
 
     def _wrong(self, how: str) -> DataError:

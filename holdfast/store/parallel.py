@@ -22,11 +22,11 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
-def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], at_once: int = THREADS) -> list[Result]:
-    """The results of `work` on every item, in their order, `at_once` at a time. Raises the failure of the earliest item
-    that failed. Beyond the first `at_once` items, an item that is never begun is never drawn."""
+def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], concurrency: int = THREADS) -> list[Result]:
+    """The results of `work` on every item, in their order, `concurrency` at a time. Raises the failure of the earliest
+    item that failed. Beyond the first `concurrency` items, an item that is never begun is never drawn."""
     source = iter(items)
-    first = list(itertools.islice(source, at_once))  # to start no thread without work
+    first = list(itertools.islice(source, concurrency))  # to start no thread without work
     if len(first) < 2:
         return [work(item) for item in first]
     threads, numbers = len(first), itertools.count()

@@ -58,7 +58,7 @@ def check_range(start: int, length: int | None) -> None:
 def too_short(key: str, size: int, start: int, length: int) -> DataError:
     """The error for a range that an object of `size` bytes does not have."""
     return DataError(
-        f"{key}: has {size} bytes, and bytes {start} to {start + length} were asked for; it is truncated or "
+        f"{key}: has {size} bytes, and bytes {start} to {start + length} were requested; it is truncated or "
         "not the object that was meant"
     )
 

@@ -22,7 +22,7 @@ from holdfast.store.json_reading import read_bounded
 PAGE = 1000  # objects in a page of a listing
 FIVE_DIGITS = 10**5  # below it the keys of all records lie in the order of their numbers
 
-_REMEDY = "run the same command again: the next number has a record of its own"
+_REMEDY = "run the same command again: the next number has a separate record"
 
 
 def record_key(folder: str, number: int) -> str:

@@ -130,7 +130,7 @@ class _Process:
                     self._pipes[path] = os.open(path, flags, 0o666)
                 os.write(self._pipes[path], line)  # in one piece: the lines of several processes do not mix
             except OSError as error:  # no reader, or a full disk; the store still has the event
-                log.debug("%s: an event is not told: %s", path, error)
+                log.debug("%s: an event is not reported: %s", path, error)
 
 
 _here = _Process()

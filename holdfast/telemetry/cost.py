@@ -66,7 +66,7 @@ class Cost:
 
     def _unknown(self) -> Iterator[str]:
         if self.kilowatt_hours is None:
-            yield f"energy: {self.energy_unavailable or 'no rank has told any'}"
+            yield f"energy: {self.energy_unavailable or 'no rank has reported any'}"
         if self.prices.accelerator_hour is None and self.prices.kilowatt_hour is None:
             yield "price: cluster.prices.accelerator_hour says what an hour costs"
         elif self.price is None:

@@ -119,7 +119,7 @@ def ledger(events: Iterable[Event], until: float | None = None) -> Ledger:
     return Ledger(ranks, wall)
 
 
-def goes_on(events: Sequence[Event]) -> bool:
+def is_active(events: Sequence[Event]) -> bool:
     """Whether a train step still runs, according to its events."""
     spans = _spans(events, math.inf)
     return bool(spans) and spans[-1].end == math.inf
@@ -131,7 +131,7 @@ class _Attempt:
     began: float | None = None  # when its ranks had loaded the state
     step: int = 0  # the step that they had loaded
     world: int | None = None
-    told: dict[int, list[TimeSpent]] = field(default_factory=dict)  # by ranks
+    reports: dict[int, list[TimeSpent]] = field(default_factory=dict)  # by ranks
     reached: list[tuple[float, int]] = field(default_factory=list)  # (time, step) of what rank 0 had done
     copied: dict[int, float] = field(default_factory=dict)  # step -> time at which it was done, for saved steps
     failed: float = math.inf  # the first sign of a failure
@@ -153,7 +153,7 @@ class _Attempt:
     def usual(self) -> Mapping[str, float]:
         """The phases of its steps, of all ranks."""
         total: Counter[str] = Counter()
-        for event in (event for reports in self.told.values() for event in reports):
+        for event in (event for reports in self.reports.values() for event in reports):
             total.update({name: seconds for name, seconds in event.seconds.items() if name not in _BEFORE_STEPS})
         return total if sum(total.values()) > 0 else {"forward": 1.0}
 
@@ -275,7 +275,7 @@ class _Reader:
             attempt.reached.append((event.time, event.step))
             launch.ranks = max(event.world, launch.ranks if len(launch.attempts) > 1 else 0)
         elif isinstance(event, TimeSpent):
-            attempt.told.setdefault(event.rank, []).append(event)
+            attempt.reports.setdefault(event.rank, []).append(event)
             launch.ranks = max(launch.ranks, event.rank + 1)
             if event.rank == 0:
                 attempt.reached.append((event.time, event.step))
@@ -339,7 +339,7 @@ def _spent(rank: int, span: _Span) -> Mapping[Class, float]:
         for index, attempt in enumerate(attempts):
             following = attempts[index + 1] if index + 1 < len(attempts) else None
             end_time = min(launch.ended, span.end) if following is None else _first_sign(following, rank)
-            reports = attempt.told.get(rank, [])
+            reports = attempt.reports.get(rank, [])
             wait(min(_first_sign(attempt, rank), end_time), launch)
             for event in reports:
                 begin = event.time - sum(event.seconds.values())
@@ -359,7 +359,7 @@ def _spent(rank: int, span: _Span) -> Mapping[Class, float]:
 
 def _first_sign(attempt: _Attempt, rank: int) -> float:
     """When the rank's process in an attempt began, as far as known."""
-    reports = attempt.told.get(rank) or next(iter(attempt.told.values()), [])
+    reports = attempt.reports.get(rank) or next(iter(attempt.reports.values()), [])
     if reports:
         return reports[0].time - sum(reports[0].seconds.values())
     return attempt.failed if attempt.began is None else attempt.began

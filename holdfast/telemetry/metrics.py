@@ -71,7 +71,7 @@ METRICS: dict[str, tuple[str, tuple[str, ...]]] = {
     "holdfast_restarts": ("Launches that ended and were followed by another one.", ()),
     "holdfast_hangs": ("Hangs that a watchdog has named; of the launcher only.", ()),
     "holdfast_stragglers": ("Slow ranks that were named.", ()),
-    "holdfast_last_event_timestamp_seconds": ("When the run told anything last, unix time.", ()),
+    "holdfast_last_event_timestamp_seconds": ("When the run last reported anything, unix time.", ()),
     "holdfast_rank_seconds": ("Rank-seconds by class of the goodput ledger; of the launcher only.", ("class",)),
     "holdfast_goodput_ratio": ("Share of all rank-seconds that was productive; of the launcher only.", ()),
 } | {name: (text, ("rank",)) for name, (text, _, _) in ACCELERATORS.items()}
@@ -100,7 +100,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._step = self._saved = 0
         self._counts: Counter[str] = Counter()
-        self._told: dict[int, set[str]] = {}  # names of ACCELERATORS that are set, by rank
+        self._exported: dict[int, set[str]] = {}  # names of ACCELERATORS that are set, by rank
         self._stalled = 0.0
         self._kept: list[Event] = []  # the events for the ledger
         self._full = False  # whether there were more than LEDGER_EVENTS
@@ -179,15 +179,15 @@ class Metrics:
     def _accelerator(self, event: TimeSpent) -> None:
         figures = {name: (getattr(event, field), factor) for name, (_, field, factor) in ACCELERATORS.items()}
         values = {name: value * factor for name, (value, factor) in figures.items() if value is not None}
-        self._forget(event.rank, self._told.get(event.rank, set()) - values.keys())
+        self._forget(event.rank, self._exported.get(event.rank, set()) - values.keys())
         for name, value in values.items():
             self._set(name, value, rank=str(event.rank))
-        self._told[event.rank] = set(values)
+        self._exported[event.rank] = set(values)
 
     def _forget_ranks(self, world: int) -> None:
         """Remove the accelerator metrics of ranks from `world` on."""
-        for rank in [rank for rank in self._told if rank >= world]:
-            self._forget(rank, self._told.pop(rank))
+        for rank in [rank for rank in self._exported if rank >= world]:
+            self._forget(rank, self._exported.pop(rank))
 
     def _forget(self, rank: int, names: Iterable[str]) -> None:
         for name in names:

@@ -14,7 +14,7 @@ from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json
 
 MOST_STEPS = 100  # limit of one profile: each step is some hundred KB of events, in memory until the last one is done
-ASKED = "profiles/asked.json"
+REQUEST = "profiles/request.json"
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class Window:
 
 def ask(store: Store, run_id: str, window: Window) -> None:
     """Request a profile. It replaces an earlier, unserved request."""
-    store.put(layout.run(run_id, ASKED), json.dumps({"first": window.first, "last": window.last}).encode())
+    store.put(layout.run(run_id, REQUEST), json.dumps({"first": window.first, "last": window.last}).encode())
 
 
 def pending_request(store: Store, run_id: str) -> Window | None:
     """The pending request; None without a readable one."""
     try:
-        return read_json(store, layout.run(run_id, ASKED), Window)
+        return read_json(store, layout.run(run_id, REQUEST), Window)
     except (MissingError, DataError):
         return None
 
 
 def clear_request(store: Store, run_id: str) -> None:
     """Remove the request."""
-    store.delete(layout.run(run_id, ASKED))
+    store.delete(layout.run(run_id, REQUEST))
 
 
 def trace_key(run_id: str, attempt: int, first: int, last: int) -> str:

@@ -28,22 +28,22 @@ class ConsoleProgress:
         self._whole_step = whole_step
         self._bar: Any = None
         self._phase = ""
-        self._said = clock()
-        self._told: tuple[str, float] = ("", 0.0)  # phase and time of the last event
+        self._logged_at = clock()
+        self._last_event: tuple[str, float] = ("", 0.0)  # phase and time of the last event
 
     def __call__(self, phase: str, done: int, total: int) -> None:
         """Report that `done` of `total` is done."""
-        last_phase, last_time = self._told
+        last_phase, last_time = self._last_event
         if phase != last_phase or done >= total or self._clock() - last_time >= EVENT_SECONDS:
-            self._told = (phase, self._clock())
+            self._last_event = (phase, self._clock())
             event = PhaseProgress(phase=phase, done=done, total=total)
             emit(event)
             if self._whole_step:
                 show_in_argo(event)
         if sys.stderr.isatty():
             self._show(phase, done, total)
-        elif self._clock() - self._said >= LOG_SECONDS:
-            self._said = self._clock()
+        elif self._clock() - self._logged_at >= LOG_SECONDS:
+            self._logged_at = self._clock()
             log.info("%s: %d%%", phase, 100 * done // max(1, total))
 
     def __enter__(self) -> ConsoleProgress:

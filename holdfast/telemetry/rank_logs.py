@@ -80,7 +80,7 @@ def rank_lines(
     """
     following: dict[str, StreamReader] = {}
     while True:
-        goes_on = running is not None and running()  # queried first: later output is read again
+        is_active = running is not None and running()  # queried first: later output is read again
         streams = rank_streams(store, run_id, rank)
         fitting = [
             stream for stream in streams if attempt in (None, stream.attempt) and launch in (None, stream.launch)
@@ -93,7 +93,7 @@ def rank_lines(
             reader = StreamReader(store, layout.rank_log(run_id, rank, stream.name))
             yield from following.setdefault(stream.name, reader).new_lines()
         has_ended = attempt is not None and bool(fitting) and all(stream.ended is not None for stream in fitting)
-        if not goes_on or has_ended:
+        if not is_active or has_ended:
             break
         time.sleep(poll_seconds)
     if not following:

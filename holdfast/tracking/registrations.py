@@ -149,13 +149,13 @@ def _require_same(found: Registration, version: ModelVersion, who: str) -> None:
         ours, theirs = found.tags.get(f"holdfast.{name}", ""), version.tags.get(f"holdfast.{name}", "")
         if ours != theirs:
             raise ForeignVersionError(
-                f"{who} is foreign: its tag holdfast.{name} is {theirs!r}, and {ours!r} was registered; somebody "
+                f"{who} is foreign: its tag holdfast.{name} is {theirs!r}, and {ours!r} was registered; another client "
                 "changed it in MLflow. Promote another version, or set the tag back"
             )
     if redact(version.source or "") != found.source:
         raise ForeignVersionError(
             f"{who} is foreign: its source is {redact(version.source or '')}, and {found.source} was registered; "
-            "somebody changed it in MLflow. Promote another version"
+            "it was changed in MLflow. Promote another version"
         )
 
 

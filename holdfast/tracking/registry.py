@@ -78,7 +78,7 @@ def champion(model: str, stores: Stores, uri: str | None = None) -> Champion | N
     with translated(uri):
         version = version_by_alias(client, model, CHAMPION)
         if version is None:
-            version = _last_crowned(client, model, trusted[0], uri)
+            version = _newest_champion(client, model, trusted[0], uri)
     return None if version is None else _ours(version, trusted, uri)
 
 
@@ -187,7 +187,7 @@ def all_versions(client: MlflowClient, model: str | None = None) -> list[ModelVe
             return sorted(collected, key=lambda version: int(version.version))
 
 
-def _last_crowned(client: MlflowClient, model: str, store: Store, uri: str) -> ModelVersion | None:
+def _newest_champion(client: MlflowClient, model: str, store: Store, uri: str) -> ModelVersion | None:
     """The version that the store's newest claim names, if MLflow still has it."""
     from mlflow.exceptions import MlflowException
 

@@ -37,7 +37,7 @@ def in_ranks(size: int, function: Callable[..., Any], *arguments: Any, seconds: 
     results = []
     try:
         for rank, (receiver, _) in enumerate(pipes):
-            assert receiver.poll(seconds), f"rank {rank} said nothing for {seconds:g} s"
+            assert receiver.poll(seconds), f"rank {rank} sent nothing for {seconds:g} s"
             try:
                 failed, value = receiver.recv()
             except EOFError:

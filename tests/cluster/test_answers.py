@@ -100,4 +100,4 @@ def _until_it_is_asked(api: Api) -> None:
     """Repeat until a running server has read its new configuration."""
     for _ in range(100):
         api.create(JOBS, emitted())
-        api.delete(JOBS, emitted()["metadata"]["name"], at_once=True)
+        api.delete(JOBS, emitted()["metadata"]["name"], background=True)

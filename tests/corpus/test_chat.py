@@ -175,7 +175,7 @@ def test_every_conversation_is_complete_in_one_sample_and_only_answers_count(
     assert all(text.startswith("answer ") and text.endswith("<|im_end|>") for text in answers)
     assert len(answers) == prepared.documents["train"]
     assert dataset.chat_template == CHATML
-    with pytest.raises(DataError, match="packed into samples of 120 tokens, and 64 are asked for"):
+    with pytest.raises(DataError, match="packed into samples of 120 tokens, and 64 are requested"):
         dataset.training(64, 4, seed=0)
 
 

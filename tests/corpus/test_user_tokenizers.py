@@ -184,4 +184,4 @@ def test_an_end_of_text_that_does_not_end_turns_is_refused_with_the_right_one(
             run(spec, store)
         return
     run(spec, store)
-    assert ("the eos_token beside the tokenizer is '<|im_end|>'" in caplog.text) == warned
+    assert ("the eos_token next to the tokenizer is '<|im_end|>'" in caplog.text) == warned

@@ -89,7 +89,7 @@ def test_the_page_shows_verdict_curves_data_lineage_and_attempts(store: Store) -
         "Training loss, nats a token", "Gradient norm", "Learning rate", "Throughput, tokens a second",
         "interrupted 2 times", "node-3", "corpus/*.txt", "Dropped: duplicate", "runs/x/checkpoints/step-40.json",
         "3 duplicate, the first: corpus/a.txt repeats an earlier one ('to be')", "2 left out, named pipe: corpus/pipe",
-        "0123456789abcdef", "attempt 2 went on at step 68", "name: tiny",
+        "0123456789abcdef", "attempt 2 resumed at step 68", "name: tiny",
     ):  # fmt: skip
         assert expected in text, expected
     assert read.tags.count("svg") == 4

@@ -219,7 +219,7 @@ def test_parts_of_a_tensor_lie_in_it_and_are_no_more_than_it(saved: Path, tmp_pa
             record.length = 2**62
 
     for number, (change, message) in enumerate(
-        [(repeat, "more elements"), (outside, "not inside"), (negative, "no size"), (long, "is said to lie at")]
+        [(repeat, "more elements"), (outside, "not inside"), (negative, "no size"), (long, "should lie at")]
     ):
         folder = changed_metadata(saved, tmp_path / f"dcp{number}", change)
         with pytest.raises(DataError, match=message):

@@ -187,7 +187,7 @@ def train_through(
         if code == 0:
             assert not waiting, f"ended before {waiting}:\n" + "".join(diary)
             return "\n".join(diary)
-        assert code == -signal.SIGKILL or code >= 128, f"ended for good with {code}\n" + "".join(diary)
+        assert code == -signal.SIGKILL or code >= 128, f"ended permanently with {code}\n" + "".join(diary)
     raise AssertionError("never finished\n" + "".join(diary))
 
 

@@ -64,7 +64,7 @@ def test_a_rank_that_receives_sigterm_during_a_load_computes_no_step(tmp_path: P
     with start(store, spec, launch(store, spec), tmp_path / "home", "leaves-at-load") as process:
         _, log = process.communicate(timeout=300)
     assert process.returncode == ExitCode.TERMINATED, log
-    assert f"asked to leave with the state of step {steps[-1]} loaded" in log
+    assert f"stop requested with the state of step {steps[-1]} loaded" in log
     assert checkpoint_steps(store, run_id(spec, DATASET_ID)) == steps
 
 

@@ -48,7 +48,7 @@ def test_a_disk_that_takes_nothing_is_a_note_and_no_rate(tmp_path: Path) -> None
 
 
 def test_an_answer_that_cannot_be_read_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_asked", lambda *_: ("No devices were found\n", ""))
+    monkeypatch.setattr(machine, "_output_of", lambda *_: ("No devices were found\n", ""))
     assert machine.counters("cuda", "0")[2] == ["counters: nvidia-smi answered 'No devices were found'"]
 
 

@@ -124,7 +124,7 @@ def test_a_training_preempted_in_every_try_has_failed_and_one_preempted_once_is_
         record = recorder(JOB)  # a process
         assert record
         record(store.url, Outcome("train", 1, 1.0))
-        record(store.url, step("train", code=204, reason="asked to leave (SIGTERM)"))
+        record(store.url, step("train", code=204, reason="stop requested (SIGTERM)"))
         statuses.append(body(TEXT, [], store.url, JOB, "", "", "FAILED").result["status"])
     assert statuses == ["cancelled", "cancelled", "cancelled", "failed"]
     next_recorder = recorder(JOB)

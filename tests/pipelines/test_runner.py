@@ -309,7 +309,7 @@ def test_a_step_not_started_by_a_stopped_run_has_the_reason() -> None:
     assert walker.run() == ExitCode.TERMINATED
     assert steps.names == ["preprocess", "notify"]
     assert [(outcome.step, outcome.exit_code, outcome.reason) for outcome in steps.recorded] == [
-        ("train", 143, "not begun, because the run was asked to stop")
+        ("train", 143, "not begun, because the run was stopped")
     ]
 
 

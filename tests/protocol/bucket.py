@@ -239,7 +239,7 @@ class MemoryStore:
         check_key(key)
         data = b"".join(bytes(chunk) for chunk in content())
         if len(data) != size:
-            how = f"ends after {len(data)}" if len(data) < size else "goes on beyond them"
+            how = f"ends after {len(data)}" if len(data) < size else "extends beyond them"
             raise DataError(f"{key}: {size} bytes were to be written, and what makes them {how}")
         self.put(key, data)
 

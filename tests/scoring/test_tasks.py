@@ -115,8 +115,8 @@ def test_the_digest_of_a_task_follows_its_content(tmp_path: Path) -> None:
     [
         ({"dataset_path": "hellaswag"}, "local data are read by one of json"),
         ({"include": "base.yaml"}, "`include` is not run here"),
-        ({"dataset_kwargs": {"data_files": {"test": "../secret.jsonl"}}}, "must lie beside the task file"),
-        ({"dataset_kwargs": {"data_files": "https://example.com/a.jsonl"}}, "must lie beside the task file"),
+        ({"dataset_kwargs": {"data_files": {"test": "../secret.jsonl"}}}, "must lie next to the task file"),
+        ({"dataset_kwargs": {"data_files": "https://example.com/a.jsonl"}}, "must lie next to the task file"),
         (
             {"dataset_kwargs": {"data_files": "continue.jsonl", "trust_remote_code": True}},
             "data_files, and nothing else",

@@ -53,7 +53,7 @@ def test_every_object_fits_its_official_schema(engine: Engine, policy: str) -> N
 def test_a_policy_that_an_engine_cannot_express_is_refused_with_alternatives(engine: Engine) -> None:
     for policy in sorted(set(POLICIES) - EXPRESSED[engine]):
         with pytest.raises(
-            SpecError, match=f"{policy}.*cannot be said to {engine}|cannot be said to {engine}"
+            SpecError, match=f"{policy}.*cannot be expressed to {engine}|cannot be expressed to {engine}"
         ) as error:
             configuration(engine, policy, ONE, JOBS)
         assert policy in str(error.value)

@@ -232,5 +232,5 @@ def test_a_step_records_sigterm_before_it_is_killed_during_shutdown(tmp_path: Pa
     step.kill()
     step.wait()
     (outcome,) = outcomes_of("job-8", "", (), url)
-    assert (outcome.exit_code, outcome.reason) == (143, "asked to leave (SIGTERM)")
+    assert (outcome.exit_code, outcome.reason) == (143, "stop requested (SIGTERM)")
     assert open_store(url).stat("jobs/job-8/train.json") is not None

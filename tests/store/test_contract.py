@@ -284,7 +284,7 @@ def test_an_object_is_written_while_its_bytes_are_made(store: Store, small_parts
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize(("size", "words"), [(7, "goes on beyond"), (9, "ends after 8"), (12 * 2**20, "ends after 8")])
+@pytest.mark.parametrize(("size", "words"), [(7, "extends beyond"), (9, "ends after 8"), (12 * 2**20, "ends after 8")])
 def test_a_stream_with_another_length_than_declared_is_not_written(
     store: Store, small_parts: int, size: int, words: str
 ) -> None:

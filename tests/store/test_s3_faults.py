@@ -101,7 +101,7 @@ def test_a_silent_server_fails_an_attempt_and_not_the_operation(s3_url: str, pro
 def test_the_deadline_ends_an_operation_that_never_succeeds(
     s3_url: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(errors, "LONGEST_ASKED", 2 * DEADLINE)
+    monkeypatch.setattr(errors, "MAX_RETRY_AFTER", 2 * DEADLINE)
     store = open_store(s3_url, deadline=DEADLINE)
     proxy.inject(answer(503, "SlowDown"), times=2)
     proxy.inject(answer(503, "SlowDown", retry_after=3600), times=None)  # longer than the remaining time
@@ -208,7 +208,7 @@ def test_secrets_echoed_by_a_server_are_not_in_the_error(
 
 
 def test_a_retry_after_of_an_hour_is_capped(store: Store, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "LONGEST_ASKED", 0.01)
+    monkeypatch.setattr(errors, "MAX_RETRY_AFTER", 0.01)
     fault = proxy.inject(answer(503, "SlowDown", retry_after=3600), method="PUT", times=3)
     store.put("k", b"1")
     assert fault.hits == 3

@@ -110,7 +110,7 @@ def test_other_ranks_and_unreadable_profile_requests_are_ignored(store: Store, m
     train_with(other, range(1, 6), known=False)
     assert other._looked == -math.inf
     assert pending_request(store, RUN) == Window(3, 4)
-    store.put(layout.run(RUN, "profiles/asked.json"), b'{"first": "x"}')
+    store.put(layout.run(RUN, "profiles/request.json"), b'{"first": "x"}')
     assert pending_request(store, RUN) is None
 
 

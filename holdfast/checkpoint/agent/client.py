@@ -131,7 +131,7 @@ class AgentClient:
             except OSError as error:
                 if time.monotonic() - since > self._patience:
                     self._wanted.clear()
-                    self._fail(StoreUnreachableError, f"no checkpoint agent is there at {self._path}: {error}")
+                    self._fail(StoreUnreachableError, f"no checkpoint agent runs at {self._path}: {error}")
                     self._wanted.wait()  # until there is a save again
                     since = time.monotonic()
                 time.sleep(pause)
@@ -158,12 +158,12 @@ class AgentClient:
     def _hung(self) -> None:
         """Fail all saves. A hung agent may wake up and read its buffers, which must not change any more."""
         self._silent = False
-        self._fail(HungError, f"the checkpoint agent said nothing for {self._patience:g} s")
+        self._fail(HungError, f"the checkpoint agent sent nothing for {self._patience:g} s")
 
     def _died(self) -> None:
         self._deaths += 1
         if self._deaths < MOST_DEATHS:
-            log.warning("the checkpoint agent has died; the next one is told what it was doing")
+            log.warning("the checkpoint agent has died; the next one receives its pending work")
         else:
             self._fail(StoreUnreachableError, f"the checkpoint agent has died {self._deaths} times in a row")
 

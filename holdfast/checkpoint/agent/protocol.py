@@ -46,7 +46,7 @@ class Writer(_Message):
     launch: int = Field(ge=0)
     rank: int = Field(ge=0)
     world: int = Field(ge=1)
-    beside: int = Field(1, ge=1)  # ranks on this node, this one included
+    local_ranks: int = Field(1, ge=1)  # ranks on this node, this one included
     describe: dict[str, Any] = {}  # fields of the manifest that do not change
     plan: Plan | None = None
     segments: tuple[Segment, ...] = ()  # those of the loaded checkpoint
@@ -175,7 +175,7 @@ def require_small(save: Save, room: int = 0) -> None:
     Sending it would break the connection every time."""
     size = len(save.model_dump_json())
     if size + room > MAX_MESSAGE:
-        sizes = f"what is said of them takes {size:,} bytes" + (f", and metrics up to {room:,}" if room else "")
+        sizes = f"their description takes {size:,} bytes" + (f", and metrics up to {room:,}" if room else "")
         remedy = "spread the state over more ranks, so that each saves fewer boxes, or save more often"
         message = f"{sizes}: more than the {MAX_MESSAGE:,} that the checkpoint agent takes in one message"
         raise SpecError([Problem("parallel", f"{len(save.slots):,} boxes of a rank", message, remedy)], "checkpoint")

@@ -104,7 +104,7 @@ class Agent:
         except (EOFError, ConnectionResetError):
             pass
         except Exception:  # no thread may use memory that its rank believes to be free again
-            log.exception("what %s said is not understood: the checkpoint agent starts anew", rank or "a process")
+            log.exception("the message of %s is invalid: the checkpoint agent restarts", rank or "a process")
             os._exit(ExitCode.UNEXPECTED)
         finally:
             if rank is not None:

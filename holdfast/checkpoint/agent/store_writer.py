@@ -35,7 +35,7 @@ class StoreWriter:
             store = throttled(store, Throttle(writer.upload_rate, lambda: self._urgent))
         self._store, self._writer = store, writer
         self._attempt = Attempt(writer.run_id, writer.attempt, writer.launch)
-        threads = spare_threads(writer.beside)
+        threads = spare_threads(writer.local_ranks)
         compression = Compression(threads) if writer.compress else None
         self._shards = ShardWriter(store, self._attempt, writer.rank, threads=threads, compression=compression)
         self._committer = Committer(store, self._attempt, writer.world, patience=PATIENCE_SECONDS)

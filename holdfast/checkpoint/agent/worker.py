@@ -206,7 +206,7 @@ class SaveWorker:
             except (StoreUnreachableError, NoSpaceError):
                 return
             except BaseException as error:  # noqa: BLE001 - they wait for as long as they do for a part
-                log.warning("step %d: that %s failed could not be told to others: %s", step, self._name, error)
+                log.warning("step %d: that %s failed could not be reported to other ranks: %s", step, self._name, error)
             with self._changed:
                 del self._untold[step]
                 self._changed.notify_all()

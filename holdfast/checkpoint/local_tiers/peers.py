@@ -282,7 +282,7 @@ class Remote:
             channel.say(self._request("get", key, start=start, size=length))
             answer = channel.hear(_Answer)
             if not answer.error and length not in (None, answer.size):
-                raise ValueError(f"{key}: {answer.size} bytes came, and {length} were asked for")
+                raise ValueError(f"{key}: {answer.size} bytes came, and {length} were requested")
             data = b"".join(channel.receive_bytes(answer.size))
         self._require_done(answer)
         return data

@@ -78,12 +78,12 @@ class TierSet:
         """Before the first step, write the attachments of a loaded local-tier step and the start of this attempt to the
         store."""
 
-        def told() -> None:
+        def write() -> None:
             for key, text in (found.record.attachments if found is not None else {}).items():
                 self._store.put_if_absent(key, text.encode())
             record_start(self._store, self._attempt.run_id, self._attempt.number, start)
 
-        self._gang.from_rank_0(told)
+        self._gang.from_rank_0(write)
 
     def listener(self) -> tuple[socket.socket, str] | None:
         """The listener through which this node's agent accepts copies of other nodes, and its token. On one rank of

@@ -45,7 +45,9 @@ class _Bystander(Attempt):
     def check(self, store: Store) -> None:
         """See Attempt."""
         if (newest_claim := _newest_claim(store, self.run_id)) > self.known:
-            raise FencedError(f"attempt {newest_claim} has claimed the run meanwhile and may go on from any checkpoint")
+            raise FencedError(
+                f"attempt {newest_claim} has claimed the run meanwhile and may resume from any checkpoint"
+            )
 
 
 def collect_now(store: Store, run_id: str, retention: Retention, *, dry_run: bool = False) -> Collected:

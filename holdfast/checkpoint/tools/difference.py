@@ -119,7 +119,7 @@ def differences(
                     difference.add(box, copy)
                     read += box.data.nbytes
             if difference.elements:
-                tensors.append(difference.told())
+                tensors.append(difference.result())
         done += _bytes(mine)
         progress(done, total)
     return Difference(
@@ -191,7 +191,7 @@ class _Found:
             self._first, self._values = index, (one.data.flatten()[at].item(), other.data.flatten()[at].item())
             self._ulps = int(distances[0]) if distances is not None else 0
 
-    def told(self) -> TensorDifference:
+    def result(self) -> TensorDifference:
         """All of it."""
         assert self._first is not None
         floats = DTYPES[self._info.dtype].is_floating_point

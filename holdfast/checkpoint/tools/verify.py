@@ -60,9 +60,9 @@ def verify(store: Store, run_id: str, step: int, progress: Callable[[int, int], 
     except DataError as error:
         damages = [Damage(root, "", str(error))]
     else:
-        told = str(digest + scalars_digest(checkpoint.manifest.scalars))
-        if not damages and told != checkpoint.manifest.state_digest:
-            reason = f"the state has the digest {told}, and {checkpoint.manifest.state_digest} was committed"
+        computed = str(digest + scalars_digest(checkpoint.manifest.scalars))
+        if not damages and computed != checkpoint.manifest.state_digest:
+            reason = f"the state has the digest {computed}, and {checkpoint.manifest.state_digest} was committed"
             damages = [Damage(root, "", reason)]
     if damages and store.stat(root) is None:
         return Verified(step, done, collected=True)

@@ -70,14 +70,15 @@ def _tiles(verdict: Verdict, result: dict[str, Any], history: Sequence[Row]) -> 
         ("Wall time", _duration(result["seconds"]), "first start to end") if "seconds" in result else None,
     ]
     tasks = [
-        (f"Task {task.task}", f"{task.value:.4g}", f"{task.metric}, {task.examples:,} asked") for task in verdict.tasks
+        (f"Task {task.task}", f"{task.value:.4g}", f"{task.metric}, {task.examples:,} examples")
+        for task in verdict.tasks
     ]
     return [tile for tile in tiles if tile is not None] + tasks
 
 
 def _curves(verdict: Verdict, history: Sequence[Row], attempts: Sequence[_Attempt]) -> dict[str, Any]:
     marks = [
-        (attempt.steps[0], f"attempt {attempt.number} went on at step {attempt.steps[0]:,}")
+        (attempt.steps[0], f"attempt {attempt.number} resumed at step {attempt.steps[0]:,}")
         for attempt in attempts[1:]
         if attempt.steps is not None
     ]

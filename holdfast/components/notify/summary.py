@@ -110,9 +110,9 @@ _REMEDIES: dict[int, str] = {
     ExitCode.FENCED: "",  # a newer attempt owns this run: nothing to do
     ExitCode.NOT_FOUND: "put what is missing in its place, or name another one in the spec, then run it again",
     ExitCode.ACCESS_DENIED: "give the credentials or the right that the reason names, then run it again",
-    ExitCode.OUT_OF_MEMORY: "go on under the plan that the reason names, or give the ranks more memory",
+    ExitCode.OUT_OF_MEMORY: "continue with the plan that the reason names, or give the ranks more memory",
     ExitCode.USER_CODE: "correct your function as the reason says, then run it again",
-    ExitCode.PLAN_CHANGED: "go back to the former plan, or run it with --replan to go on under the new one",
+    ExitCode.PLAN_CHANGED: "go back to the former plan, or run it with --replan to continue with the new one",
 }
 _MARKDOWN = re.compile(r"([\\`*{}\[\]#|!~])")
 _EDGE = re.compile(r"(?<![^\W_])_|_(?![^\W_])")  # an underscore at the edge of a word can be markup
@@ -206,7 +206,7 @@ def run(
         attempt(lambda: found_of(opened, run_id, checked, unknown), unknown) if opened is not None and run_id else None
     )
     result, verdict, registration = files or ({}, {}, {})
-    events = attempt(lambda: read_events(opened, run_id, kinds=_TOLD), unknown) if opened and run_id else None
+    events = attempt(lambda: read_events(opened, run_id, kinds=_SUMMARIZED), unknown) if opened and run_id else None
     reached = next((event for event in reversed(events or ()) if isinstance(event, Progress)), None)
     news = [*_news(events or ()), *end.done]
     summary = Summary(
@@ -288,7 +288,7 @@ def _news(events: Sequence[Event]) -> list[str]:
     return lines
 
 
-_TOLD = tuple(kind for kind in get_args(Event) if kind is not TimeSpent)  # a summary does not report seconds
+_SUMMARIZED = tuple(kind for kind in get_args(Event) if kind is not TimeSpent)  # a summary does not report seconds
 
 
 def tell(summary: Summary, store: Store | None, key: str) -> None:

@@ -53,24 +53,28 @@ def run_sweep(
     failure = None if ending_of(status) == "succeeded" and found is None else first_failure(outcomes)
     if failure is None and found is not None and found.failed:  # the outcomes of the execution cannot be read
         failed_step, message = found.failed[0].step, found.failed[0].reason
-    told = ending_of(status)
-    if found is not None and told != "cancelled":
-        told = "failed" if failure is not None or found.failed else "succeeded"
+    status_word = ending_of(status)
+    if found is not None and status_word != "cancelled":
+        status_word = "failed" if failure is not None or found.failed else "succeeded"
     best = _best(found, known or (), opened, unknown) if found is not None and opened is not None else {}
     summary = Summary(
-        status=told,
-        headline=headline_of(told, outcomes, verdict=best.get("verdict", ""), registered=bool(best.get("registered"))),
+        status=status_word,
+        headline=headline_of(
+            status_word, outcomes, verdict=best.get("verdict", ""), registered=bool(best.get("registered"))
+        ),
         name=sweep_name(checked) if checked else "",
         run_id=identity,
         kind="sweep",
-        failed_step=failure.name if failure else failed_step if told != "succeeded" else "",
-        reason=redact((failure.reason if failure else message if told != "succeeded" else "").strip())[:MAX_REASON],
+        failed_step=failure.name if failure else failed_step if status_word != "succeeded" else "",
+        reason=redact((failure.reason if failure else message if status_word != "succeeded" else "").strip())[
+            :MAX_REASON
+        ],
         happened=[*_lines(found, len(known or ())), *(line for done, _ in ended for line in done)],
         log=end.log_place,
         store=opened.url if opened else "",
-        next_command=f"holdfast show {identity}" if found else next_command(told, {}, _code(failure)),
+        next_command=f"holdfast show {identity}" if found else next_command(status_word, {}, _code(failure)),
         unknown=[*unknown, *(line for _, lines in ended for line in lines)],
-        exit_code=code_of_end(told, _code(failure)),
+        exit_code=code_of_end(status_word, _code(failure)),
         ended=time.time(),
         **best,
     )

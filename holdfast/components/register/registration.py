@@ -246,7 +246,7 @@ def _lineage(spec: Spec, run_id: str, store: Store, verdict_key: str | None, now
         reasons = "; ".join(str(reason) for reason in verdict.get("reasons") or ["it gives no reason"])
         raise NotBlessedError(
             f"run {run_id}: verdict {verdict_key} is {verdict.get('word')!r}: {reasons}; "
-            "mend the data or the training, or the bounds in the spec's evaluation section"
+            "fix the data or the training, or the bounds in the spec's evaluation section"
         )
     judged = tuple(verdict.get(name) for name in ("run_id", "state_digest", "export_digest"))
     if judged != (run_id, result["state_digest"], result["export_digest"]):

@@ -118,5 +118,5 @@ def recovery_advice(proposal: Proposal | None, *, auto: bool, saved: bool) -> st
     if proposal is None:
         return "no layout of these ranks needs less memory by the planner's count: use more ranks, or a smaller model"
     if auto:
-        return f"{proposal.words}; the same command{' with --replan' if saved else ''} goes on with it"
-    return f"{proposal.words}; to go on with it, add to the command: {proposal.options} --replan"
+        return f"{proposal.words}; the same command{' with --replan' if saved else ''} continues with it"
+    return f"{proposal.words}; to continue with it, add to the command: {proposal.options} --replan"

@@ -207,7 +207,7 @@ def _run_gang(
     if stopping.is_set() and ending.retryable:
         stopped = PreemptedError if ending.code == ExitCode.PREEMPTED else TerminatedError
         raise stopped(
-            f"run {identity}: stopped ({ending.reason}). {ending.detail}; run the same command again to go on"
+            f"run {identity}: stopped ({ending.reason}). {ending.detail}; run the same command again to resume"
         )
     raise GangError(_describe(ending, identity, advice), ending.code)
 
@@ -301,11 +301,11 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
         return
     arrived: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
-    def stop_when_asked() -> None:
+    def stop_on_signal() -> None:
         while arrived.get():
             stop()
 
-    thread = threading.Thread(target=stop_when_asked, name="signals", daemon=True)
+    thread = threading.Thread(target=stop_on_signal, name="signals", daemon=True)
     thread.start()
     former = {number: signal.signal(number, lambda *_: arrived.put(True)) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -396,7 +396,7 @@ def _pass_on_to(listener: Callable[[], object]) -> None:
     try:
         listener()
     except Exception as error:  # noqa: BLE001 - logged, and the store has the truth
-        log.warning("what the ranks told is not passed on: %s: %s", type(error).__name__, error)
+        log.warning("the ranks' events are not passed on: %s: %s", type(error).__name__, error)
 
 
 def _try_to(mirror: Callable[[], object]) -> None:

@@ -76,7 +76,7 @@ class Started(Record):
     """A started retraining. `triggers/<name>/started-<run id>.json`."""
 
     job: str  # the execution of the DAG
-    asked: str  # a digest of the whole spec and of the code
+    inputs_digest: str  # a digest of the whole spec and of the code
 
 
 class Decision(Record):
@@ -190,7 +190,7 @@ def run(spec: Spec, store: Store, salt: str = "", now: float | None = None, job:
         conditions = (*conditions, failed)
         word, reason = "not_due", failed.sentence
     elif word == "due" and job:
-        store.put(started, Started(job=job, asked=_asked(spec)).model_dump_json().encode())
+        store.put(started, Started(job=job, inputs_digest=_inputs_digest(spec)).model_dump_json().encode())
     decision = Decision(
         word=word,
         reason=reason,
@@ -214,7 +214,7 @@ def run(spec: Spec, store: Store, salt: str = "", now: float | None = None, job:
 def _failed(spec: Spec, store: Store, started: str, next_run: str) -> Condition | None:
     """Whether the same retraining failed before, for a reason that only changed inputs remove."""
     record = _read(store, started)
-    if record is None or record.get("asked") != _asked(spec):
+    if record is None or record.get("inputs_digest") != _inputs_digest(spec):
         return None
     outcomes = [outcome for outcome in outcomes_in(store, str(record.get("job"))) if outcome.step != EXIT_HANDLER]
     failure = first_failure(outcomes)
@@ -229,7 +229,7 @@ def _failed(spec: Spec, store: Store, started: str, next_run: str) -> Condition 
     )
 
 
-def _asked(spec: Spec) -> str:
+def _inputs_digest(spec: Spec) -> str:
     """A digest of a retraining's inputs other than its data: the whole spec, and the code."""
     return digest([dump_spec(spec), version("holdfast"), os.environ.get("HOLDFAST_GIT_COMMIT", "")])
 

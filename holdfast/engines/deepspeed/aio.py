@@ -50,7 +50,9 @@ def load_async_io(handle: Callable[[Any], Any]) -> None:
         OpBuilder._loaded_ops[builder.NAME] = _imported(builder.NAME, library)
         builder.load()
     original = OpBuilder._loaded_ops[AsyncIOBuilder.NAME].aio_handle
-    OpBuilder._loaded_ops[AsyncIOBuilder.NAME] = SimpleNamespace(aio_handle=lambda **asked: handle(original(**asked)))
+    OpBuilder._loaded_ops[AsyncIOBuilder.NAME] = SimpleNamespace(
+        aio_handle=lambda **options: handle(original(**options))
+    )
 
 
 def _imported(name: str, library: Path) -> ModuleType:

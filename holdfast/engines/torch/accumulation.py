@@ -240,4 +240,4 @@ class ElasticShards:
 
     def warm_up_rows(self) -> int:
         """See Accumulation."""
-        return self.micro.settings.size * len(self.grid().in_turn(self.rank))
+        return self.micro.settings.size * len(self.grid().round_robin(self.rank))

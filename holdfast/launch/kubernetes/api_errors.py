@@ -95,8 +95,8 @@ def refused(error: ApiException, what: str) -> Exception:  # noqa: PLR0911
     return SpecError([Problem("cluster", reason, "is refused by the API server", "change the field it names")], what)
 
 
-def _blocker_of(said: str) -> Blocker:
-    if (match := _WEBHOOK.search(said)) is None:
+def _blocker_of(message: str) -> Blocker:
+    if (match := _WEBHOOK.search(message)) is None:
         return SERVER
     remedy = "ask who runs it: kubectl get validatingwebhookconfigurations,mutatingwebhookconfigurations"
     return Blocker(f"the admission webhook {match[1]} does not answer", WebhookAwayError, remedy)

@@ -63,7 +63,7 @@ def end_of(pod: Object, container: str, rank: int) -> Symptom | None:  # noqa: P
             pod["metadata"]["name"], pod.get("spec", {}).get("nodeName", ""), rank, int(code), words, blames_node
         )
 
-    if reason == "NodeLost" or (leaving and _said(disruption) == "DeletionByTaintManager" and state is None):
+    if reason == "NodeLost" or (leaving and _reason_of(disruption) == "DeletionByTaintManager" and state is None):
         return symptom(ExitCode.KILLED, f"its node was lost{_after(message or _message(disruption))}", True)
     if status.get("phase") == "Unknown":
         return symptom(ExitCode.KILLED, f"its node does not answer{_after(message)}", True)
@@ -74,7 +74,7 @@ def end_of(pod: Object, container: str, rank: int) -> Symptom | None:  # noqa: P
         words = f"its container {name}, which runs before the ranks, ended with {ended.get('exitCode')}"
         return symptom(ExitCode.KILLED, words + _after(ended.get("message", "") or ended.get("reason", "")))
     if status.get("phase") == "Failed":
-        if reason in ("Preempting", "Preempted") or _said(disruption) == "PreemptionByScheduler":
+        if reason in ("Preempting", "Preempted") or _reason_of(disruption) == "PreemptionByScheduler":
             return symptom(ExitCode.KILLED, f"preempted{_after(message or _message(disruption))}")
         words = {"Evicted": "evicted by its node"}.get(reason, f"failed ({reason or 'no reason given'})")
         if reason == "DeadlineExceeded":
@@ -94,14 +94,14 @@ def _terminated(state: Object, disruption: Object, symptom: Callable[..., Sympto
             ExitCode.BAD_SPEC, f"its container could not start{_after(state.get('message', ''))}; check cluster.image"
         )
     if reason == "ContainerStatusUnknown":
-        return symptom(ExitCode.KILLED, "nobody knows how its container ended; its node was away", True)
+        return symptom(ExitCode.KILLED, "it is unknown how its container ended; its node was away", True)
     report = parse_exit_report(state.get("message") or "")  # written by torchrun, unless it was killed
     description = _in_words(code) + _after(report.detail if report is not None else "")
     cause = report.cause if report is not None else None
     if report is not None and report.blames_node:
         return replace(symptom(code, f"{description}, and blames its node", True), process=cause)
     if disruption:
-        description += f", told to leave by the cluster ({disruption.get('reason')}){_after(_message(disruption))}"
+        description += f", evicted by the cluster ({disruption.get('reason')}){_after(_message(disruption))}"
     result = symptom(code, description, code in _BAD_NODE_CODES and not disruption)
     return replace(result, process=cause, reclaimed=report is not None and report.reclaimed)
 
@@ -203,7 +203,7 @@ def _failed_before(pod: Object) -> tuple[str, Object] | None:
     return None
 
 
-def _said(condition: Object) -> str:
+def _reason_of(condition: Object) -> str:
     return str(condition.get("reason", ""))
 
 

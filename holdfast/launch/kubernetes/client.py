@@ -160,10 +160,10 @@ class Api:
         """Write an object that was read before. Raises ConflictError if it has changed since."""
         return self._json("PUT", resource.path(self.namespace, body["metadata"]["name"]), body=body)
 
-    def delete(self, resource: Resource, name: str, uid: str | None = None, *, at_once: bool = False) -> None:
-        """Delete an object after everything that it owns. With `at_once`, delete it immediately: a name that is reused
-        must not wait for the garbage collector. Does nothing if the object, or the one with that uid, is gone."""
-        policy = "Background" if at_once else "Foreground"
+    def delete(self, resource: Resource, name: str, uid: str | None = None, *, background: bool = False) -> None:
+        """Delete an object after everything that it owns. With `background`, delete it first: a reused name must
+        not wait for the garbage collector. Does nothing if the object, or the one with that uid, is gone."""
+        policy = "Background" if background else "Foreground"
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": policy}
         if uid is not None:
             body["preconditions"] = {"uid": uid}

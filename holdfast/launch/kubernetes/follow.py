@@ -30,7 +30,7 @@ DRAIN_SECONDS = 10.0  # for the last lines
 QUIET_SECONDS = 15.0  # for pods to appear, before a wait without events is reported
 _ABSENT = ("", "absent")
 _CONSEQUENCES = {ExitCode.LOST_PEER, ExitCode.TERMINATED, ExitCode.PREEMPTED}
-_TOLD_TO_LEAVE = _CONSEQUENCES | {ExitCode.KILLED}
+_TERMINATED_CODES = _CONSEQUENCES | {ExitCode.KILLED}
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ class Follower:
         again."""
         if fresh := self._left():
             log.info(
-                "job %s was taken back by its queue; its ranks saved what they could, and go on with it", self._name
+                "job %s was taken back by its queue; its ranks saved what they could, and continue with it", self._name
             )
             self._aside |= fresh
         self._since, self._failed_at, self._waits = {}, None, False
@@ -223,7 +223,7 @@ class Follower:
         codes = {symptom.code for symptom in symptoms}
         pods = list(self._pods.objects.values())
         all_pods = [*pods, *self._pods.gone.values()]
-        if any(pod.get("status", {}).get("phase") == "Succeeded" for pod in all_pods) and codes <= _TOLD_TO_LEAVE:
+        if any(pod.get("status", {}).get("phase") == "Succeeded" for pod in all_pods) and codes <= _TERMINATED_CODES:
             return self._waited(SETTLE_SECONDS)  # the job has succeeded, and its object is about to show it
         if not codes <= _CONSEQUENCES | {ExitCode.WRONG_ARITHMETIC}:  # wrong arithmetic has several suspects
             return True
@@ -244,7 +244,7 @@ class Follower:
                         pod["spec"].get("nodeName", ""),
                         self._kind.rank(pod),
                         ExitCode.KILLED,
-                        "the others lost it, and its node does not answer",
+                        "other nodes lost it, and its node does not respond",
                         True,
                     )
                     return _Verdict(lost.code, str(lost), lost, classify.blamed_nodes(lost, [lost]))
@@ -258,7 +258,7 @@ class Follower:
         """The verdict for a job object that was deleted, but not by this launcher."""
         code = root_cause(symptom.code for symptom in symptoms) or ExitCode.KILLED
         return _Verdict(
-            code, f"job {self._name} was deleted by somebody else; to end a run, end its pipeline run or its launcher"
+            code, f"job {self._name} was deleted by another user; to end a run, end its pipeline run or its launcher"
         )
 
     def _replaced(self) -> bool:
@@ -267,9 +267,9 @@ class Follower:
         is_replaced = False
         for uid, pod in {**self._pods.gone, **self._pods.objects}.items():
             end = None if uid in self._aside else self._end_of(uid, pod)
-            if end is None or end.rank == 0 or end.code not in _TOLD_TO_LEAVE or not self._replaceable:
+            if end is None or end.rank == 0 or end.code not in _TERMINATED_CODES or not self._replaceable:
                 continue
-            log.warning("%s: the other nodes go on, and take in the pod that comes in its place", end)
+            log.warning("%s: the other nodes continue, and admit the pod that replaces it", end)
             self._aside.add(uid)
             self._replaceable -= not end.reclaimed
             is_replaced = True
@@ -346,7 +346,7 @@ class Follower:
         queue. The watches of pods and jobs have no common order, so the job is read again. Only a queue changes the
         spec of a job.
         """
-        if verdict.cause is None or verdict.code not in _TOLD_TO_LEAVE:
+        if verdict.cause is None or verdict.code not in _TERMINATED_CODES:
             return verdict
         job = self._api.get(self._kind.resource, self._name)
         if job is None or job["metadata"]["uid"] != uid or job["metadata"].get("deletionTimestamp"):

@@ -55,7 +55,7 @@ class KubernetesLauncher:
         self._pipeline: Pipeline | None = find_pipeline(home, self._pod)
         self._lease: RunLease | None = None
         self._given_up: set[str] = set()  # uids of jobs whose pods do not go away
-        self._asked = threading.Event()  # set when the launcher has to stop
+        self._stop_requested = threading.Event()
         self._changed = threading.Condition()
 
     @contextmanager
@@ -79,7 +79,7 @@ class KubernetesLauncher:
                 log.info("adopting job %s of launch %d", metadata["name"], launch)
                 live = True
                 continue
-            log.info("deleting job %s: nobody follows it", metadata["name"])
+            log.info("deleting job %s: no launcher follows it", metadata["name"])
             with Follower(self._api, self._kind, metadata["name"], run_id, number, self._changed) as follower:
                 self._delete(metadata["name"], metadata["uid"], follower, grace=60.0)
         for resource in self._kind.helpers:  # of a launcher that died between two creations
@@ -90,8 +90,8 @@ class KubernetesLauncher:
 
     def run(self, job: Job) -> Ending:
         """See Launcher. Raises the errors of the API server, and PreemptedError when another launcher took over."""
-        if self._asked.is_set() and self._api.get(self._kind.resource, job.name) is None:
-            return Ending(ExitCode.PREEMPTED, (), "asked to stop before the job was made")
+        if self._stop_requested.is_set() and self._api.get(self._kind.resource, job.name) is None:
+            return Ending(ExitCode.PREEMPTED, (), "stopped before the job was created")
         self._check()
         uid = self._create(job)
         with Follower(self._api, self._kind, job.name, job.run_id, job.launch, self._changed) as follower:
@@ -108,7 +108,7 @@ class KubernetesLauncher:
                     return Ending(
                         ExitCode.PREEMPTED,
                         follower.tail,
-                        f"only the launcher had to leave: job {job.name} goes on, and the next launcher adopts it",
+                        f"only the launcher had to exit: job {job.name} continues, and the next launcher adopts it",
                     )
                 log.info("ending job %s: its ranks save a checkpoint and leave", job.name)
                 self._delete(job.name, uid, follower, job.grace_seconds)
@@ -122,13 +122,13 @@ class KubernetesLauncher:
 
     def stop(self) -> None:
         """See Launcher. The job stays if only this launcher's pod has to go."""
-        self._asked.set()
+        self._stop_requested.set()
         with self._changed:
             self._changed.notify_all()
 
     def _interrupted(self) -> bool:
         self._check()
-        return self._asked.is_set()
+        return self._stop_requested.is_set()
 
     def _check(self) -> None:
         if self._lease is not None:

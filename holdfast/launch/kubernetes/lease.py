@@ -75,7 +75,7 @@ class RunLease:
         self._thread.join(GIVE_BACK_SECONDS)
         if not self.replaced.is_set() and not self._thread.is_alive():
             try:
-                self._api.delete(LEASES, self._name, self._lease["metadata"]["uid"], at_once=True)
+                self._api.delete(LEASES, self._name, self._lease["metadata"]["uid"], background=True)
             except HoldfastError as error:
                 log.warning("the lease of run %s was not given back, it runs out by itself: %s", self._run_id, error)
 

@@ -43,7 +43,7 @@ def end_orphaned_jobs(
         jobs, helpers = _left(api, kind, run_id)
         for resource, obj in (*jobs, *helpers):
             lease.check()
-            log.info("deleting %s %s: nobody follows it", resource, obj["metadata"]["name"])
+            log.info("deleting %s %s: no launcher follows it", resource, obj["metadata"]["name"])
             api.delete(resource, obj["metadata"]["name"], obj["metadata"]["uid"])
     return [obj["metadata"]["name"] for _, obj in jobs]
 

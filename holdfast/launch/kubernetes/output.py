@@ -58,7 +58,7 @@ class LogFollower:
                 failures += 1
                 if last and (failures > 3 or isinstance(error, MissingError)):
                     return
-                log.debug("the log of %s goes on when it can: %s", self._pod, error)
+                log.debug("the log of %s continues when it can: %s", self._pod, error)
             except HoldfastError as error:
                 log.warning("the log of %s cannot be followed: %s", self._pod, error)
                 return

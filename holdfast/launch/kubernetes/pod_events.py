@@ -38,22 +38,22 @@ class PodEvents:
 
     def __init__(self, api: Api) -> None:
         self._api = api.within(api.namespace, patience=ASK_SECONDS)
-        self._asked: float | None = None
+        self._polled_at: float | None = None
         self._allowed = True
         self.words = ""
 
     def ask(self, names: Sequence[str]) -> None:
         """Query the events of the objects `names`, unless that was just done."""
         now = time.monotonic()
-        if not self._allowed or (self._asked is not None and now - self._asked < ASK_SECONDS):
+        if not self._allowed or (self._polled_at is not None and now - self._polled_at < ASK_SECONDS):
             return
-        self._asked = now
+        self._polled_at = now
         warnings: list[Object] = []
         try:
             for name in names:
                 warnings += [event for event in self._api.events(name) if _explains_missing_pods(event)]
         except AccessDeniedError as error:
-            log.warning("why pods do not come is not told: %s", error)
+            log.warning("why pods do not come is unknown: %s", error)
             self._allowed = False
         except HoldfastError as error:
             log.debug("events cannot be read: %s", error)

@@ -56,7 +56,7 @@ class Mirror:
                 version, failures = None, failures + 1
             except (TransientError, ClusterUnreachableError) as error:
                 failures += 1
-                log.log(logging.INFO if failures == 5 else logging.DEBUG, "watching goes on when it can: %s", error)
+                log.log(logging.INFO if failures == 5 else logging.DEBUG, "watching continues when it can: %s", error)
             except HoldfastError as error:
                 with self._changed:
                     self.failure = error

@@ -134,7 +134,7 @@ class AgentKeeper:
             while True:
                 connection.receive()
         except TimeoutError:
-            return f"said nothing for {self._silence:g} s"
+            return f"sent nothing for {self._silence:g} s"
         except (EOFError, OSError):
             return "died"
         finally:

@@ -99,7 +99,7 @@ def end_survivors(
     start, killed = time.monotonic(), set[int]()
     for rank in _running(ranks):
         mark_as_left(rank.pid)
-        log.warning("process %d is told to leave (SIGTERM): another rank was killed", rank.pid)
+        log.warning("process %d gets SIGTERM: another rank was killed", rank.pid)
         _signal(rank, signal.SIGTERM)
     while running := _running(ranks):
         passed = time.monotonic() - start

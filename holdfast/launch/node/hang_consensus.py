@@ -53,7 +53,7 @@ class HangConsensus:
         )
         address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
         self._store = TCPStore(address, port, is_master=False, timeout=timedelta(seconds=SECONDS))
-        self._launch_key, self._told = launch_key, 0
+        self._launch_key, self._messages = launch_key, 0
         self._heard: dict[int, tuple[int, float]] = {}  # node → number of its last message, and seconds since then
 
     @staticmethod
@@ -65,8 +65,8 @@ class HangConsensus:
     def exchange(self, mine: Sequence[Watched], passed: float) -> list[tuple[str, Watched]]:
         """Send the state of this node's ranks. Returns (node, state) of every known rank, including these. `passed` is
         the time in seconds since the last call. Raises RuntimeError if the store does not respond."""
-        self._told += 1
-        own = {"told": self._told, "node": node_name(), "ranks": [_packed(rank) for rank in mine]}
+        self._messages += 1
+        own = {"number": self._messages, "node": node_name(), "ranks": [_packed(rank) for rank in mine]}
         self._store.set(f"{self._key}/{self._node}", self._sealed(str(self._node), json.dumps(own)))
         peers = [node for node in range(self._nodes) if node != self._node]
         keys = [f"{self._key}/{node}" for node in peers]
@@ -80,8 +80,8 @@ class HangConsensus:
                 log.warning("what the store holds for node %d is ignored: %s", node, error)
                 continue
             before, silent = self._heard.get(node, (0, 0.0))
-            silent = silent + passed if message["told"] == before else 0.0
-            self._heard[node] = (message["told"], silent)
+            silent = silent + passed if message["number"] == before else 0.0
+            self._heard[node] = (message["number"], silent)
             states += [(message["node"], _unpacked(rank, silent)) for rank in message["ranks"]]
         return states
 
@@ -144,8 +144,8 @@ def _packed(one: Watched) -> list[Any]:
     ]
 
 
-def _unpacked(told: Sequence[Any], silent: float) -> Watched:
-    rank, world, step, phase, waiting, requests, beats, steps, quiet, idle, stopped = told
+def _unpacked(packed: Sequence[Any], silent: float) -> Watched:
+    rank, world, step, phase, waiting, requests, beats, steps, quiet, idle, stopped = packed
     page = Seen(rank, world, step, phase, waiting, requests, beats, tuple(steps))
     if silent >= SILENT:
         return Watched(page, quiet + silent, idle + silent, silent, unheard=True)

@@ -60,7 +60,7 @@ class SpotNoticeWatch:
             except (OSError, ValueError, KeyError, TypeError) as error:
                 if not deaf:
                     log.warning(
-                        "the cloud does not say whether it reclaims this node (cluster.spot; asked again): %s: %s",
+                        "the cloud does not say whether it reclaims this node (cluster.spot; queried again): %s: %s",
                         type(error).__name__,
                         str(error)[:200],
                     )
@@ -71,7 +71,7 @@ class SpotNoticeWatch:
             if notice is not None and not warned:
                 warned = True
                 self._events.tell(
-                    WarningIssued(message=f"node {node_name()}: {notice.words}, and has not said that it will")
+                    WarningIssued(message=f"node {node_name()}: {notice.words}, and has not confirmed it")
                 )
             self._closing.wait(AFTER_FAILURE if deaf else cloud.pause)
 

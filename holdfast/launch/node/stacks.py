@@ -20,15 +20,18 @@ MAX_STACKS = 256 * 2**10  # of each rank
 
 
 def stacks_of(
-    folder: Path, asked: Mapping[int, Callable[[int], None]], starved_seconds: float = STARVED_SECONDS
+    folder: Path, signalers: Mapping[int, Callable[[int], None]], starved_seconds: float = STARVED_SECONDS
 ) -> dict[int, bytes]:
-    """The stacks of each process that can write them, by process id; each has its file in `folder`. `asked`: process id
-    → function that sends it a signal. Waits STACK_SECONDS for all, and `starved_seconds` for one that gets no core."""
-    files = {pid: folder / f"{pid}{STACKS}" for pid in asked}
+    """The stacks of each process that can write them, by process id; each has a file in `folder`.
+
+    `signalers`: process id → function that sends it a signal. Waits STACK_SECONDS for all, and `starved_seconds` for
+    one that gets no core.
+    """
+    files = {pid: folder / f"{pid}{STACKS}" for pid in signalers}
     files = {pid: file for pid, file in files.items() if file.exists()}  # otherwise the signal would end it
     always = {pid: blocking(pid, STACK_SIGNAL) for pid in files}
     for pid in files:
-        asked[pid](STACK_SIGNAL)
+        signalers[pid](STACK_SIGNAL)
     start = time.monotonic()
     while pending := [pid for pid, file in files.items() if not _has_written(pid, file, always[pid])]:
         starved = any(next(states_of(pid), "") == "R" for pid in pending)

@@ -95,7 +95,7 @@ class Watchdog:
         self._launch_key = launch_key
         self._consensus: HangConsensus | None = None
         self._consensus_of: Mapping[str, str] = {}
-        self._asked_at = 0.0  # when the other nodes were last queried, in monotonic seconds
+        self._exchanged_at = 0.0  # when the other nodes were last queried, in monotonic seconds
 
     def follow(self, environment: Mapping[str, str], pid: int) -> None:
         """Watch process `pid` once it has a heartbeat page. Its `environment` names its rank."""
@@ -105,7 +105,7 @@ class Watchdog:
         with self._lock:
             self._ranks.append(_Rank(int(environment["RANK"]), pid, pidfd))
             self._environment = environment
-            self._words = ""  # a hang before it is over: the gang goes on in place
+            self._words = ""  # a hang before it is over: the gang continues in place
             if self._thread is None:
                 self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
                 self._thread.start()
@@ -151,8 +151,8 @@ class Watchdog:
             try:
                 return self._agreed(states, environment, now)
             except RuntimeError as error:  # raised by torch's store
-                log.debug("the watchdogs of the other nodes cannot be asked: %s", error)
-                self._consensus, self._asked_at = None, now + ALONE_SECONDS
+                log.debug("the watchdogs of the other nodes cannot be reached: %s", error)
+                self._consensus, self._exchanged_at = None, now + ALONE_SECONDS
         hang = judge(seen)
         return None if hang is None else _decision_of(hang, states)
 
@@ -160,16 +160,16 @@ class Watchdog:
         self, known: Sequence[tuple[str, Watched]], environment: Mapping[str, str], now: float
     ) -> HangDecision | None:
         quiet = any(rank.quiet > LOOK_AFTER for _, rank in known)
-        if now < self._asked_at + (self._tick if quiet else ASK_SECONDS):
+        if now < self._exchanged_at + (self._tick if quiet else ASK_SECONDS):
             hang = judge([rank for _, rank in known]) if self._consensus is None else None
             return None if hang is None else _decision_of(hang, known)
         if self._consensus is None or self._consensus_of != environment:
-            self._consensus, self._consensus_of, self._asked_at = (
+            self._consensus, self._consensus_of, self._exchanged_at = (
                 HangConsensus(environment, self._launch_key),
                 environment,
                 now,
             )
-        passed, self._asked_at = min(now - self._asked_at, 2 * ASK_SECONDS), now
+        passed, self._exchanged_at = min(now - self._exchanged_at, 2 * ASK_SECONDS), now
         known = self._consensus.exchange([rank for _, rank in known], passed)
         if (verdict := self._consensus.verdict()) is not None:
             return verdict

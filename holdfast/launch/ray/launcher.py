@@ -56,7 +56,7 @@ class RayLauncher:
     def __init__(self, logs: Path) -> None:
         """`logs`: folder for the ranks' output, on the launcher's machine. Raises ClusterUnreachableError."""
         self._logs = logs
-        self._asked = threading.Event()  # set when the launcher has to stop
+        self._stop_requested = threading.Event()
         self._nodes: list[Any] = []
         self._deadline: float | None = None  # monotonic; then nodes that have not left are killed
         self._grace = 0.0
@@ -87,15 +87,15 @@ class RayLauncher:
 
     def run(self, job: Job) -> Ending:
         """See Launcher."""
-        if self._asked.is_set():
-            return Ending(ExitCode.TERMINATED, (), "asked to stop before the gang was made")
+        if self._stop_requested.is_set():
+            return Ending(ExitCode.TERMINATED, (), "stopped before the gang was created")
         self._grace, self._deadline = job.grace_seconds, None
         count, patience = _count(job), job.cluster.pending_timeout_minutes * 60
         room = GangReservation(job.name, bundle(job), count, patience=patience, avoided=job.excluded_nodes)
         try:
             while not room.is_ready():
-                if self._asked.wait(ROOM_SECONDS):
-                    return Ending(ExitCode.TERMINATED, (), "asked to stop before there was room for the gang")
+                if self._stop_requested.wait(ROOM_SECONDS):
+                    return Ending(ExitCode.TERMINATED, (), "stopped before there was room for the gang")
                 if room.is_expired:
                     limit = f"cluster.pending_timeout_minutes ({job.cluster.pending_timeout_minutes:g})"
                     detail = f"given up after {limit}: {room.shortfall()}"
@@ -109,7 +109,7 @@ class RayLauncher:
 
     def stop(self) -> None:
         """See Launcher."""
-        self._asked.set()
+        self._stop_requested.set()
         self._deadline = time.monotonic() + self._grace + LEAVE_MARGIN
         for node in self._nodes:
             with suppress(RayError):
@@ -122,7 +122,7 @@ class RayLauncher:
         nodes = [actor.options(**options, scheduling_strategy=room.place(rank)).remote() for rank in range(count)]
         addresses = ray.get([node.place.remote() for node in nodes], timeout=START_SECONDS)
         self._nodes = nodes
-        if self._asked.is_set():  # stopped in between
+        if self._stop_requested.is_set():  # stopped in between
             self.stop()
         make_folder(self._logs)
         path = self._logs / f"launch-{job.launch:06d}.log"
@@ -253,17 +253,17 @@ def _follow(rank: int, stream: Any, printed: _Log, ended: queue.SimpleQueue[tupl
     ended.put((rank, outcome))
 
 
-def _ending(told: dict[int, tuple[int, str]], names: Sequence[str], tail: Sequence[str], path: Path) -> Ending:
+def _ending(answers: dict[int, tuple[int, str]], names: Sequence[str], tail: Sequence[str], path: Path) -> Ending:
     """How the launch ended, from each node's exit report. Nodes are named by their Ray ids."""
     reports: dict[int, NodeExit] = {}
     codes = []
-    for number, (code, text) in sorted(told.items()):
+    for number, (code, text) in sorted(answers.items()):
         ending = parse_exit_report(text)
         if ending is not None:
             reports[number] = ending
         codes.append(ending.code if ending is not None else code)
     cause = root_cause(codes)
-    silent = [names[number] for number in told if number not in reports]
+    silent = [names[number] for number in answers if number not in reports]
     lost = f"{', '.join(silent)} did not say how it ended. " if cause != ExitCode.OK and silent else ""
     blamed = frozenset(
         names[number] for number, ending in reports.items() if ending.blames_node and ending.code == cause

@@ -56,7 +56,7 @@ class Node:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._asked = threading.Event()
+        self._stop_requested = threading.Event()
 
     def place(self) -> tuple[str, int, str]:
         """The address of this node, a free port on it, and its id."""
@@ -70,7 +70,7 @@ class Node:
             self._process = process = start(
                 arguments, {**environment, FILE_VARIABLE: str(report_file)}, for_ranks(os.environ)
             )
-            if self._asked.is_set():
+            if self._stop_requested.is_set():
                 self.stop()
             yield from printed_by(process)
             code = as_exit_code(process.wait())
@@ -78,7 +78,7 @@ class Node:
 
     def stop(self) -> None:
         """Tell the process to save and leave."""
-        self._asked.set()
+        self._stop_requested.set()
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):
                 self._process.send_signal(signal.SIGTERM)

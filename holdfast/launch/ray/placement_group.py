@@ -48,7 +48,7 @@ class GangReservation:
         self._name, self._bundle, self._count = name, dict(bundle), count
         self._patience, self._avoided, self._clock = patience, frozenset(avoided), clock
         self._missing_since: float | None = clock()
-        self._said_at = clock() - SAY_AFTER
+        self._reported_at = clock() - SAY_AFTER
         self._report = WaitReport(clock)
         labels = {"ray.io/node-id": f"!in({','.join(sorted(self._avoided))})"}
         unique = f"{name} {secrets.token_hex(4)}"  # Ray refuses a second group with the same name, also of another job
@@ -68,8 +68,8 @@ class GangReservation:
             return True
         now = self._clock()
         self._missing_since = now if queued or self._missing_since is None else self._missing_since
-        if now - self._missing_since >= SAY_AFTER and now - self._said_at >= SAY_AFTER:
-            self._said_at = now
+        if now - self._missing_since >= SAY_AFTER and now - self._reported_at >= SAY_AFTER:
+            self._reported_at = now
             self._report.record(f"{self.shortfall()}; cluster.pending_timeout_minutes: {self._patience / 60:g}")
         return False
 

@@ -41,7 +41,7 @@ from holdfast.spec.errors import ClusterUnreachableError, ExitCode, Problem, Spe
 log = logging.getLogger("holdfast.launch")
 
 TAIL_LINES = 40
-SAID_LINES = 3  # Slurm's own lines in the reason of an ending
+SLURM_LINES = 3  # Slurm's own lines in the reason of an ending
 _BY_SLURM = re.compile(r"\s*(srun|slurmstepd|slurmd): (fatal|error): ")
 ASK_SECONDS = 60.0  # to wait for a reply of a Slurm command
 # Every node runs the same command, and learns its number only there.
@@ -55,7 +55,7 @@ class SlurmLauncher:
         """`logs`: folder for the ranks' output and the nodes' exit reports. All nodes must see it. Raises SpecError
         outside of a Slurm job."""
         self._logs = logs
-        self._asked = threading.Event()  # set when the launcher has to stop
+        self._stop_requested = threading.Event()
         self._grace = 0.0
         self._running = False
         self._job = own_job(os.environ)
@@ -75,9 +75,9 @@ class SlurmLauncher:
 
     def run(self, job: Job) -> Ending:
         """See Launcher."""
-        if self._asked.is_set():
-            return Ending(ExitCode.TERMINATED, (), "asked to stop before the step was made")
-        hosts = _asked("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
+        if self._stop_requested.is_set():
+            return Ending(ExitCode.TERMINATED, (), "stopped before the step was created")
+        hosts = _output_of("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
         if bad := job.excluded_nodes & set(hosts):
             log.warning("%s spoiled two launches; `holdfast resume` asks for other nodes", ", ".join(sorted(bad)))
         make_folder(self._logs)
@@ -94,10 +94,10 @@ class SlurmLauncher:
 
     def stop(self) -> None:
         """See Launcher. Sends SIGTERM to all processes of the step, but not to the batch shell."""
-        self._asked.set()
+        self._stop_requested.set()
         if not self._running:
             return
-        log.info("the ranks are told to save and leave")
+        log.info("the ranks are asked to save and exit")
         self._signal("TERM")
         timer = threading.Timer(self._grace + LEAVE_MARGIN, self._signal, ("KILL",))
         timer.daemon = True
@@ -119,7 +119,7 @@ class SlurmLauncher:
             )
             self._running = True
             try:
-                if self._asked.is_set():  # stopped in between
+                if self._stop_requested.is_set():  # stopped in between
                     self.stop()
                 assert step.stdout is not None
                 redactor = StreamRedactor()
@@ -137,7 +137,7 @@ class SlurmLauncher:
     def _signal(self, name: str) -> None:
         if self._running:
             try:
-                _asked("scancel", f"--signal={name}", self._job)
+                _output_of("scancel", f"--signal={name}", self._job)
             except ClusterUnreachableError as error:
                 log.warning("the step could not be sent SIG%s: %s", name, error)
 
@@ -181,20 +181,22 @@ def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str
 
 def _address(node: str) -> str:
     """The address at which Slurm itself reaches a node. The network may not know the node's name."""
-    match = re.search(r"\bNodeAddr=(\S+)", _asked("scontrol", "show", "node", node, "--oneliner"))
+    match = re.search(r"\bNodeAddr=(\S+)", _output_of("scontrol", "show", "node", node, "--oneliner"))
     return match[1] if match else node
 
 
-def _ending(code: int, told: dict[str, NodeExit | None], tail: tuple[str, ...], path: Path) -> Ending:
+def _ending(code: int, reports: dict[str, NodeExit | None], tail: tuple[str, ...], path: Path) -> Ending:
     """How the launch ended, from srun's code and each node's exit report, in the order of the nodes."""
-    codes = dict(zip(told, codes_of_nodes(code, list(told.values())), strict=True))
+    codes = dict(zip(reports, codes_of_nodes(code, list(reports.values())), strict=True))
     cause = root_cause(codes.values())
-    blamed = frozenset(node for node, ending in told.items() if ending and ending.blames_node and ending.code == cause)
-    silent = sorted(node for node, ending in told.items() if ending is None) if code != ExitCode.OK else []
+    blamed = frozenset(
+        node for node, ending in reports.items() if ending and ending.blames_node and ending.code == cause
+    )
+    silent = sorted(node for node, ending in reports.items() if ending is None) if code != ExitCode.OK else []
     detail = f"{', '.join(silent)} did not say how it ended. " if silent else ""
     if silent and (slurm_lines := [line.strip() for line in tail if _BY_SLURM.match(line)]):
-        detail += f"Slurm says: {'; '.join(dict.fromkeys(slurm_lines[-SAID_LINES:]))}. "
-    node, first = next((place, told[name]) for place, name in enumerate(codes) if codes[name] == cause)
+        detail += f"Slurm says: {'; '.join(dict.fromkeys(slurm_lines[-SLURM_LINES:]))}. "
+    node, first = next((place, reports[name]) for place, name in enumerate(codes) if codes[name] == cause)
     rank = first.cause if first and cause != ExitCode.OK else None
     detail += f"{first.detail}. " if first and first.detail and cause != ExitCode.OK else ""
     return Ending(
@@ -209,7 +211,7 @@ def _ending(code: int, told: dict[str, NodeExit | None], tail: tuple[str, ...], 
     )
 
 
-def _asked(*command: str) -> str:
+def _output_of(*command: str) -> str:
     try:
         process = subprocess.run(command, capture_output=True, text=True, check=False, timeout=ASK_SECONDS)
     except subprocess.TimeoutExpired:

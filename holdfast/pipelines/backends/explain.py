@@ -128,7 +128,7 @@ def verdict_reasons(store: Store, run_id: str) -> list[str]:
     return []
 
 
-def said_of(outcome: Outcome) -> str:
+def reason_of(outcome: Outcome) -> str:
     """Why a step failed: its exit code, and the first line of its reason."""
     reason = next(iter(outcome.reason.splitlines()), "")
     code = f"exit code {outcome.exit_code} ({in_words(outcome.exit_code or 0)})"
@@ -152,7 +152,7 @@ def _explained(step: StepStatus, status: RunStatus, known: Known) -> StepStatus:
     if outcome is not None and not has_ended and state == FAILED and not error:
         error, code = KILLED, int(ExitCode.KILLED)
     if outcome is not None and has_ended and outcome.exit_code and state not in (SUCCEEDED, RUNNING):
-        error, code = said_of(outcome), outcome.exit_code
+        error, code = reason_of(outcome), outcome.exit_code
     ended_by_a_person = status.state == CANCELED and (not code or code == ExitCode.KILLED)
     if state == FAILED and (ExitCode.is_interruption(code) or ended_by_a_person):
         state = CANCELED

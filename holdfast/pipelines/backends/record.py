@@ -32,7 +32,7 @@ from holdfast.telemetry.run_metadata import mark_name
 
 RUNS, SWEEPS, FILE = "runs/", "sweeps/", "backend.json"
 LONGEST_ID = 128  # characters
-AT_ONCE = 32  # concurrent requests for records of many runs
+CONCURRENT_READS = 32  # concurrent requests for records of many runs
 DEADLINE = 20.0  # seconds for a record, including retries
 
 
@@ -59,7 +59,7 @@ class Record:
     log: str = ""
     outcomes: str = ""  # folder of its steps' outcomes while it runs
     trials: Sequence[Sequence[str]] = ()  # of a sweep
-    at_once: int = 0
+    concurrent_trials: int = 0
     former: dict[str, Any] | None = None  # the previous submission, which stays valid if this one is refused
     job: str = ""  # the execution id under which its steps keep outcomes
     identified: bool = True  # whether `run_id` was the run's id at submission
@@ -88,7 +88,7 @@ class Record:
             image=self.image,
             replan=self.replan,
             trials=tuple(tuple(trial) for trial in self.trials),
-            at_once=self.at_once,
+            concurrent_trials=self.concurrent_trials,
         )
 
     @property
@@ -156,7 +156,7 @@ def record_of(
         endpoint,
         namespace,
         trials=request.trials,
-        at_once=request.at_once,
+        concurrent_trials=request.concurrent_trials,
         job=job,
         identified=bool(request.run_id),
         written=dump_written(request.spec),
@@ -227,8 +227,8 @@ def _of_name(wanted: str, store: Store) -> list[Record]:
     """The latest submissions under a name; older ones are not read."""
     marks = sorted(store.list(layout.named(wanted)), key=lambda info: info.modified, reverse=True)
     ids = [info.key.rpartition("/")[2] for info in marks]
-    for start in range(0, len(ids), AT_ONCE // 2):
-        batch = ids[start : start + AT_ONCE // 2]
+    for start in range(0, len(ids), CONCURRENT_READS // 2):
+        batch = ids[start : start + CONCURRENT_READS // 2]
         records = _records(store, (f"{prefix}{name}" for prefix in (RUNS, SWEEPS) for name in batch))
         if any(record.name == wanted for record in records):
             return records
@@ -268,7 +268,7 @@ def _records(store: Store, folders: Iterable[str]) -> list[Record]:
         except (MissingError, DataError):
             return None
 
-    return [record for record in in_parallel(read, folders, AT_ONCE) if record is not None]
+    return [record for record in in_parallel(read, folders, CONCURRENT_READS) if record is not None]
 
 
 def read_record(content: bytes | dict[str, Any]) -> Record | None:

@@ -32,7 +32,7 @@ class RunRequest:
     image: str = ""
     replan: bool = False
     trials: Trials = ()  # of a sweep
-    at_once: int = 0  # concurrent trials; 0: all, unless the backend limits them
+    concurrent_trials: int = 0  # concurrent trials; 0: all, unless the backend limits them
 
     @property
     def title(self) -> str:

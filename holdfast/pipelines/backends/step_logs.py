@@ -36,7 +36,7 @@ def rank_lines(
     return (text for line in lines for text in plain(line).splitlines() or [""])
 
 
-def goes_on(backend: Backend, run: str) -> bool:
+def is_active(backend: Backend, run: str) -> bool:
     """Whether a run is unfinished according to its backend, and so may still print."""
     try:
         return backend.status(run).unfinished
@@ -117,14 +117,14 @@ def _status(find: Callable[[], tuple[Backend, str]]) -> tuple[RunStatus | None, 
         return None, error
 
 
-def _missing(status: RunStatus | None, kept: set[str], goes_on: bool) -> set[str]:
+def _missing(status: RunStatus | None, kept: set[str], is_active: bool) -> set[str]:
     """The steps without a log in the store that have begun and, if the run is followed, have ended.
 
     In the store, each part of a step has a separate name.
     """
     steps = status.steps if status is not None else ()
     begun_steps = {
-        step.name for step in steps if step.state not in WITHOUT_LOG and not (goes_on and step.state in UNFINISHED)
+        step.name for step in steps if step.state not in WITHOUT_LOG and not (is_active and step.state in UNFINISHED)
     }
     return {
         name

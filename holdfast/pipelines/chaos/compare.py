@@ -92,53 +92,55 @@ def known_faults(wanted: str) -> list[str]:
     return names
 
 
-def run_with_faults(asked: Chaos, tell: Callable[[object], None]) -> None:
+def run_with_faults(experiment: Chaos, tell: Callable[[object], None]) -> None:
     """Run the calm run, then storms.
 
     `tell` receives progress: text, steps, faults, their results, and each storm. The data stay in a folder under
     HOLDFAST_HOME if anything differs or fails; otherwise they are removed. Raises ChaosError when a run fails
     permanently, and at the end for a fault that never had time in any storm.
     """
-    folder = home() / "chaos" / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{asked.seed}-{uuid.uuid4().hex[:6]}"
-    with _store(asked, folder) as site:
+    folder = (
+        home() / "chaos" / f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{experiment.seed}-{uuid.uuid4().hex[:6]}"
+    )
+    with _store(experiment, folder) as site:
         url = site.url
-        asked.left_out = _left_out(asked, proxied=site.proxy is not None)
-        asked.faults = [name for name in asked.faults if name not in asked.left_out]
+        experiment.left_out = _left_out(experiment, proxied=site.proxy is not None)
+        experiment.faults = [name for name in experiment.faults if name not in experiment.left_out]
         began = time.monotonic()
-        calm_id, asked.calm, _, _ = _trained(asked, site, "calm", (), 0, tell)
+        calm_id, experiment.calm, _, _ = _trained(experiment, site, "calm", (), 0, tell)
         number = 0
-        while number == 0 or time.monotonic() - began < 60 * asked.minutes:
-            seed = asked.seed + number
-            planned = schedule(asked.faults, asked.steps, seed)
+        while number == 0 or time.monotonic() - began < 60 * experiment.minutes:
+            seed = experiment.seed + number
+            planned = schedule(experiment.faults, experiment.steps, seed)
             tell(planned)
             salt = f"storm-{number}"
-            storm_id, result, survived, commands = _trained(asked, site, salt, planned, seed, tell)
+            storm_id, result, survived, commands = _trained(experiment, site, salt, planned, seed, tell)
             divergence = None
-            if result.state_digest != asked.calm.state_digest:
+            if result.state_digest != experiment.calm.state_digest:
                 from holdfast.checkpoint.tools import Side, find_divergence
 
                 divergence = find_divergence(Side(open_store(url), calm_id), Side(open_store(url), storm_id))
-            asked.storms.append(FaultRun(seed, tuple(planned), tuple(survived), commands, result, divergence))
-            tell(asked.storms[-1])
+            experiment.storms.append(FaultRun(seed, tuple(planned), tuple(survived), commands, result, divergence))
+            tell(experiment.storms[-1])
             if divergence is not None:
                 raise ChaosError(f"the bits differ; both runs are kept in {folder}", ExitCode.MISMATCH)
             _forget(url, storm_id)
             number += 1
-        if asked.store:  # nothing else is below the prefix
+        if experiment.store:  # nothing else is below the prefix
             store = open_store(url)
             store.delete_many([info.key for info in store.list("")])
     shutil.rmtree(folder, ignore_errors=True)
-    if missed := [name for name in asked.faults if all(name in storm.missed for storm in asked.storms)]:
+    if missed := [name for name in experiment.faults if all(name in storm.missed for storm in experiment.storms)]:
         raise ChaosError(
             f"the training was over before {', '.join(missed)} could happen; give it more --steps, or fewer --faults",
             ExitCode.USAGE,
         )
 
 
-def _left_out(asked: Chaos, *, proxied: bool) -> dict[str, str]:
+def _left_out(experiment: Chaos, *, proxied: bool) -> dict[str, str]:
     """The faults that are impossible here, with the reasons."""
-    parallel, reasons = load_spec(asked.spec, _changes(asked)).parallel, {}
-    for name in asked.faults:
+    parallel, reasons = load_spec(experiment.spec, _changes(experiment)).parallel, {}
+    for name in experiment.faults:
         fault = FAULTS[name]
         if fault.of_store and not proxied:
             reasons[name] = "nothing can stand in front of a folder; pip install 'holdfast[chaos]' for an S3 here"
@@ -168,51 +170,60 @@ class _Site:
 
 
 def _trained(
-    asked: Chaos, site: _Site, salt: str, planned: Sequence[Planned], seed: int, tell: Callable[[object], None]
+    experiment: Chaos, site: _Site, salt: str, planned: Sequence[Planned], seed: int, tell: Callable[[object], None]
 ) -> tuple[str, TrainingResult, list[Survived], int]:
-    tell(f"{salt}: {asked.spec}, {asked.steps} steps")
-    changes = _changes(asked)
+    tell(f"{salt}: {experiment.spec}, {experiment.steps} steps")
+    changes = _changes(experiment)
     flags = [word for change in changes for word in ("--set", change)]
-    command = [sys.executable, "-m", "holdfast.pipelines.cli", "run", str(asked.spec), "--backend", "local", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "holdfast.pipelines.cli",
+        "run",
+        str(experiment.spec),
+        "--backend",
+        "local",
+        *flags,
+    ]
     folder = site.folder
     run = Run(
         [*command, "--store", site.url, "--salt", salt], folder / "home", site.environment, folder / f"{salt}.log"
     )
     folder.mkdir(parents=True, exist_ok=True)
     survived = run.go(planned, site.proxy, seed, tell)
-    local_run = _identified(asked, site.url, salt)
+    local_run = _identified(experiment, site.url, salt)
     result = read_result(local_run.store, local_run.run_id)
     if result is None:
         raise ChaosError(f"{salt}: the command ended with {run.code}, and there is no result; see {run.log}", 1)
     return local_run.run_id, result, survived, run.commands
 
 
-def _identified(asked: Chaos, url: str, salt: str) -> LocalRun:
-    return identified(load_spec(asked.spec, _changes(asked)), url, salt)
+def _identified(experiment: Chaos, url: str, salt: str) -> LocalRun:
+    return identified(load_spec(experiment.spec, _changes(experiment)), url, salt)
 
 
-def _changes(asked: Chaos) -> list[str]:
+def _changes(experiment: Chaos) -> list[str]:
     """Settings of both runs: short, restarted immediately, saved often, and not served. The user's
     settings come last.
     """
     return [
-        f"training.steps={asked.steps}",
-        f"training.log_every={max(1, asked.steps // 100)}",
-        f"checkpoint.every_steps={max(1, asked.steps // 10)}",
+        f"training.steps={experiment.steps}",
+        f"training.log_every={max(1, experiment.steps // 100)}",
+        f"checkpoint.every_steps={max(1, experiment.steps // 10)}",
         "cluster.restarts={budget: 1000, backoff_seconds: 0}",
         "serving={}",
-        *asked.overrides,
+        *experiment.overrides,
     ]
 
 
 @contextlib.contextmanager
-def _store(asked: Chaos, folder: Path) -> Iterator[_Site]:
+def _store(experiment: Chaos, folder: Path) -> Iterator[_Site]:
     """The folder and the store of the runs, with the environment to reach it, and a proxy in front of it if possible.
 
     A named store is used under a new prefix. The default is a mock of S3 on this machine if it is installed, otherwise
     a folder, which no proxy can cover.
     """
-    location = asked.store or ""
+    location = experiment.store or ""
     if location.startswith("s3://"):
         endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL", "")
         if not endpoint.startswith("http://"):
@@ -220,7 +231,7 @@ def _store(asked: Chaos, folder: Path) -> Iterator[_Site]:
                 f"--store {location}: a proxy can stand in front of an http:// endpoint only; set AWS_ENDPOINT_URL to "
                 "one of an S3 to try it on, or leave --store out"
             )
-        with FaultyProxy(endpoint, seed=asked.seed) as proxy:
+        with FaultyProxy(endpoint, seed=experiment.seed) as proxy:
             yield _Site(folder, f"{location.rstrip('/')}/{folder.name}", _through(proxy), proxy)
         return
     if location or find_spec("moto") is None:
@@ -231,7 +242,7 @@ def _store(asked: Chaos, folder: Path) -> Iterator[_Site]:
 
     from holdfast.pipelines.chaos.s3 import S3Server
 
-    with S3Server() as endpoint, FaultyProxy(endpoint, seed=asked.seed) as proxy, _environment(endpoint):
+    with S3Server() as endpoint, FaultyProxy(endpoint, seed=experiment.seed) as proxy, _environment(endpoint):
         boto3.client("s3", region_name="us-east-1").create_bucket(Bucket=BUCKET)
         yield _Site(folder, f"s3://{BUCKET}", _through(proxy), proxy)
 

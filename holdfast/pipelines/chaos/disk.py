@@ -95,14 +95,14 @@ def refused() -> str:
 def _tried() -> tuple[tuple[str, ...], str]:
     """The user options that `unshare` needs, and the reason if it does not work."""
     if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        return (), f"a disk of its own takes {' and '.join(missing)} of util-linux, on Linux"
+        return (), f"a separate disk takes {' and '.join(missing)} of util-linux, on Linux"
     reason = ""
     for users in ((), OWN_USERS):
         with tempfile.TemporaryDirectory() as folder:
             output, reason = _keeper(users, Path(folder)).communicate()
         if output == "there\n":
             return users, ""
-    return (), f"a disk of its own takes root, or namespaces for users, which is not given here: {reason.strip()}"
+    return (), f"a separate disk takes root, or namespaces for users, which is not given here: {reason.strip()}"
 
 
 def _keeper(users: Sequence[str], folder: Path) -> subprocess.Popen[str]:

@@ -244,7 +244,7 @@ class Run:
     def _require_retryable(self, faults: int) -> None:
         killed = self.code < 0 or self.code >= 128  # no fault causes a permanent code
         if not killed and self.code != self.excused:
-            raise ChaosError(f"the run ended for good with code {self.code}\n{self._tail()}", self.code)
+            raise ChaosError(f"the run ended permanently with code {self.code}\n{self._tail()}", self.code)
         if self.commands > 2 * faults + 3:
             raise ChaosError(f"{self.commands} times the command, and the run has not ended\n{self._tail()}", 1)
 

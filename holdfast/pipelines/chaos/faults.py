@@ -356,7 +356,7 @@ def _lie(scene: Scene) -> str:
     scene.proxy.heal()
     return (
         killed
-        and f"{killed}, and {sum(injection.hits for injection in injections)} replies to whoever loads then are wrong"
+        and f"{killed}, and {sum(injection.hits for injection in injections)} replies to loads at that time are wrong"
     )
 
 
@@ -376,7 +376,7 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "out-of-memory": Fault("SIGKILL to the process with the most memory, as the kernel does", _out_of_memory),
     "memory-limit": Fault(
-        "a rank gets no more memory (prlimit), so that an allocation of its own fails",
+        "a rank gets no more memory (prlimit), so that one of its allocations fails",
         _limit_memory,
         excuses=ExitCode.OUT_OF_MEMORY,
         refused=_unlimitable,
@@ -403,7 +403,7 @@ FAULTS: Mapping[str, Fault] = {
         *(answer(500, "InternalError"), answer(503, "SlowDown"), lose_reply(), reset(after=100)),
         chance=0.1,
     ),
-    "store-away": _store("answers nobody", reset()),
+    "store-away": _store("answers no request", reset()),
     "store-lying": Fault(
         "SIGKILL to a rank, and of what is loaded then a bit is flipped, or the end is missing", _lie, of_store=True
     ),

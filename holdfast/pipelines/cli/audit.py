@@ -67,18 +67,18 @@ def diff(
 
     Example: holdfast audit diff 3f2a 9b1c
     """
-    from holdfast.pipelines.view.audit import asked_differently, print_parting
+    from holdfast.pipelines.view.audit import print_divergence, spec_differences
     from holdfast.pipelines.view.checkpoints import bytes_read
 
     runs = api.Run(one, store), api.Run(other, other_store or store)
     records = [run.record() for run in runs]
     with bytes_read("compared", quiet=as_json) as progress:
         divergence = api.diff_runs(*runs, progress)
-    differences = asked_differently(records[0], records[1])
+    differences = spec_differences(records[0], records[1])
     if as_json:
-        print_json({"equal": divergence.none, "divergence": divergence, "asked": differences})
+        print_json({"equal": divergence.none, "divergence": divergence, "spec_differences": differences})
     else:
-        print_parting(records[0], records[1], divergence, differences)
+        print_divergence(records[0], records[1], divergence, differences)
     raise typer.Exit(int(ExitCode.OK if divergence.none else ExitCode.MISMATCH))
 
 

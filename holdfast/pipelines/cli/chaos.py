@@ -48,12 +48,12 @@ def chaos(
                 print_json(_as_json(request))
 
 
-def _as_json(asked: Chaos) -> dict[str, object]:
-    assert asked.calm is not None
+def _as_json(experiment: Chaos) -> dict[str, object]:
+    assert experiment.calm is not None
     return {
-        "seed": asked.seed,
-        "calm": asked.calm.model_dump(mode="json"),
-        "left_out": asked.left_out,
+        "seed": experiment.seed,
+        "calm": experiment.calm.model_dump(mode="json"),
+        "left_out": experiment.left_out,
         "storms": [
             {
                 "seed": storm.seed,
@@ -64,9 +64,9 @@ def _as_json(asked: Chaos) -> dict[str, object]:
                 "state_digest": storm.result.state_digest,
                 "attempts": storm.result.attempts,
                 "seconds": storm.result.seconds,
-                "goodput": asked.goodput(storm),
+                "goodput": experiment.goodput(storm),
                 "divergence": storm.divergence,
             }
-            for storm in asked.storms
+            for storm in experiment.storms
         ],
     }

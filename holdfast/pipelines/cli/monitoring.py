@@ -97,7 +97,7 @@ def report(
         out(f"training: {page.path}")
         if report_path:
             out(f"evaluation: {report_path}")
-    while follow and page.goes_on:
+    while follow and page.is_active:
         try:
             time.sleep(WATCH_SECONDS)
             page.write(follow=True)

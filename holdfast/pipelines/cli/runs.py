@@ -174,12 +174,12 @@ def _kept(run: str, store: str) -> tuple[Store | None, Record | None]:
 
 
 def _print_rank(run: str, rank: RankOptions, where: BackendOptions, follow: bool) -> None:
-    from holdfast.pipelines.backends.step_logs import goes_on, rank_lines
+    from holdfast.pipelines.backends.step_logs import is_active, rank_lines
     from holdfast.pipelines.view.catalog import find_run
 
     opened_store = open_chosen(where.store)
     run_id = find_run(opened_store, run).run_id
-    running = (lambda: goes_on(*api.find_backend(run, where.location))) if follow else None
+    running = (lambda: is_active(*api.find_backend(run, where.location))) if follow else None
     for line in rank_lines(
         opened_store, run_id, rank.rank or 0, attempt=rank.attempt, launch=rank.launch, running=running
     ):

@@ -50,7 +50,7 @@ class EngineRetries:
         return (
             f"retryPolicy {self.policy}: the engine does not try again {' or '.join(missing)}. What a step can try "
             "again in its own pod it does (cluster.retries); for the rest set retryPolicy: Always in "
-            f"{ENGINE_PLACE} of the ConfigMap {CONFIG_MAP}, or submit the same again, which goes on where it was"
+            f"{ENGINE_PLACE} of the ConfigMap {CONFIG_MAP}, or submit the same again, which resumes where it was"
         )
 
 
@@ -297,7 +297,7 @@ def check_claims(cluster: Cluster) -> Iterator[Finding]:
         if phase == "Lost":
             yield Finding(CLAIMS_CHECK, "fail", f"{name} is Lost", command)
         elif not {"ReadWriteMany", "ReadOnlyMany"} & set(modes):
-            message = f"{name} is {' and '.join(modes)}: pods on two nodes cannot mount it at once"
+            message = f"{name} is {' and '.join(modes)}: pods on two nodes cannot mount it concurrently"
             yield Finding(CLAIMS_CHECK, "warn", message, "use a claim with ReadWriteMany, or S3")
         elif phase != "Bound":
             yield Finding(

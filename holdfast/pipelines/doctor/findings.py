@@ -42,5 +42,5 @@ def print_findings(findings: list[Finding]) -> str:
         if finding.outcome != "ok" and finding.remedy:
             lines.append(f"      fix: {finding.remedy}")
     counts = {outcome: sum(item.outcome == outcome for item in findings) for outcome in ("ok", "warn", "fail")}
-    lines.append(f"{counts['ok']} fine, {counts['warn']} to look at, {counts['fail']} to mend")
+    lines.append(f"{counts['ok']} fine, {counts['warn']} to look at, {counts['fail']} to fix")
     return os.linesep.join(lines)

@@ -43,30 +43,35 @@ def check_pod_admission(cluster: Cluster) -> Iterator[Finding]:
             yield Finding(POD_ADMISSION_CHECK, "ok", f"{cluster.namespace} takes the pod of {owner}")
 
 
-def _refused(cluster: Cluster, what: str, said: str) -> Finding:
-    if "violates PodSecurity" in said:
-        level = said.partition("violates PodSecurity")[2].split('"')[1]
+def _refused(cluster: Cluster, what: str, message: str) -> Finding:
+    if "violates PodSecurity" in message:
+        level = message.partition("violates PodSecurity")[2].split('"')[1]
         added = cluster.spec.cluster.capabilities if cluster.spec else ()
         # The level `baseline` allows none of the added capabilities.
-        needed_level = "privileged" if any(f'"{name}"' in said for name in added) else "baseline"
+        needed_level = "privileged" if any(f'"{name}"' in message for name in added) else "baseline"
         remedy = (
             f"what the spec adds does not fit the level {level}: remove it, or kubectl label namespace "
             f"{cluster.namespace} pod-security.kubernetes.io/enforce={needed_level} --overwrite"
         )
-    elif "exceeded quota" in said or "must specify" in said:
+    elif "exceeded quota" in message or "must specify" in message:
         remedy = f"kubectl describe -n {cluster.namespace} resourcequota,limitrange; ask for less, or raise it"
-    elif "serviceaccount" in said and "not found" in said:
+    elif "serviceaccount" in message and "not found" in message:
         remedy = (
             f"kubectl apply -n {cluster.namespace} -f {SERVICE_ACCOUNTS}, or name an account of "
             f"kubectl get serviceaccounts -n {cluster.namespace}"
         )
-    elif "cannot create resource" in said:
+    elif "cannot create resource" in message:
         return Finding(
-            POD_ADMISSION_CHECK, "warn", f"could not ask for {what}: {said}", "ask an administrator to run this command"
+            POD_ADMISSION_CHECK,
+            "warn",
+            f"could not ask for {what}: {message}",
+            "ask an administrator to run this command",
         )
     else:
         remedy = "change the field it names"
-    return Finding(POD_ADMISSION_CHECK, "fail", f"the pod of {what} is refused: {said}", remedy, ExitCode.UNSCHEDULABLE)
+    return Finding(
+        POD_ADMISSION_CHECK, "fail", f"the pod of {what} is refused: {message}", remedy, ExitCode.UNSCHEDULABLE
+    )
 
 
 def rank_pod(spec: Spec) -> dict[str, Any]:

@@ -170,7 +170,7 @@ def check_priority_class(cluster: Cluster) -> Iterator[Finding]:
             field="cluster.priority_class",
         )
     else:
-        yield Finding(PRIORITY_CLASS_CHECK, "ok", f"{kind} {checked_name} is there")
+        yield Finding(PRIORITY_CLASS_CHECK, "ok", f"{kind} {checked_name} exists")
 
 
 # Check that Kueue, or node labels, define the topology levels of a spec's placement.

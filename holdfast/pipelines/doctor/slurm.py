@@ -60,7 +60,7 @@ def _partition(name: str, known: dict[str, client.Partition], spec: Spec | None)
             return Finding("slurm partition", "fail", f"{name} has {found.nodes} nodes, not {nodes}", remedy)
         if cores > found.cores or memory > found.memory:
             message = (
-                f"{name} has nodes of {found.cores} cores and {found.memory} MiB; {cores} and {memory} are asked for"
+                f"{name} has nodes of {found.cores} cores and {found.memory} MiB; {cores} and {memory} are requested"
             )
             return Finding("slurm partition", "warn", message, "only its larger nodes will do: see cluster.resources")
     return Finding("slurm partition", "ok", f"{name} is up, with {found.nodes} nodes")

@@ -53,7 +53,7 @@ def check_mlflow(uri: str, *, on_cluster: bool, spec: Spec | None = None) -> Ite
         if spec is not None:
             require_usable(spec, uri)
     except HoldfastError as error:
-        yield Finding(MLFLOW_CHECK, "fail", str(error), "mend it before a training is paid for", error.exit_code)
+        yield Finding(MLFLOW_CHECK, "fail", str(error), "fix it before a training is paid for", error.exit_code)
         return
     if not uri.startswith("http"):
         remedy = "set MLFLOW_TRACKING_URI to a server that the pods reach"
@@ -76,7 +76,7 @@ def _server(uri: str, shown: str) -> Iterator[Finding]:
             experiments = client.search_experiments(max_results=1)
     except HoldfastError as error:
         remedy = f"check MLFLOW_TRACKING_URI, its credentials, and the server: curl {shown}/health"
-        yield Finding(MLFLOW_CHECK, "fail", f"{shown}: {_said(error, uri)}", remedy, error.exit_code)
+        yield Finding(MLFLOW_CHECK, "fail", f"{shown}: {_message_of(error, uri)}", remedy, error.exit_code)
         return
     yield Finding(MLFLOW_CHECK, "ok", f"{shown} answers")
     if experiments:
@@ -94,7 +94,7 @@ def _artifacts(uri: str, location: str) -> Iterator[Finding]:
         with translated(uri):
             bounded(lambda: _listed(location), "listing artifacts", float(TIMEOUT))
     except HoldfastError as error:
-        message = _said(error, uri)
+        message = _message_of(error, uri)
         yield Finding(
             MLFLOW_CHECK,
             "warn",
@@ -103,7 +103,7 @@ def _artifacts(uri: str, location: str) -> Iterator[Finding]:
         )
 
 
-def _said(error: HoldfastError, uri: str) -> str:
+def _message_of(error: HoldfastError, uri: str) -> str:
     return " ".join(str(error).split()).removeprefix(f"MLflow at {redact(uri)}: ")[:400]
 
 

@@ -45,19 +45,21 @@ def print_batch(run_id: str, found: Batch, text: bool) -> None:
             console.print(row.text, markup=False, highlight=False, soft_wrap=True)
 
 
-def print_parting(one: RunRecord, other: RunRecord, found: Divergence, asked: dict[str, tuple[Any, Any]]) -> None:
+def print_divergence(
+    one: RunRecord, other: RunRecord, found: Divergence, differences: dict[str, tuple[Any, Any]]
+) -> None:
     """Print how far two runs are equal, and where they diverge."""
     console = _console()
-    for name, values in list(asked.items())[:SHOWN_FIELDS]:
+    for name, values in list(differences.items())[:SHOWN_FIELDS]:
         console.print(
             f"[dim]{escape(name)}[/dim]: {escape(str(values[0]))}, and {escape(str(values[1]))}", highlight=False
         )
-    if len(asked) > SHOWN_FIELDS:
-        console.print(f"and {len(asked) - SHOWN_FIELDS} more fields of the specs: --json has them all")
+    if len(differences) > SHOWN_FIELDS:
+        console.print(f"and {len(differences) - SHOWN_FIELDS} more fields of the specs: --json has them all")
     if found.none:
         last = min(found.steps)
-        suffix = f"; {other.run_id} goes on to {found.steps[1]:,}" if found.steps[1] > last else ""
-        suffix = f"; {one.run_id} goes on to {found.steps[0]:,}" if found.steps[0] > last else suffix
+        suffix = f"; {other.run_id} continues to {found.steps[1]:,}" if found.steps[1] > last else ""
+        suffix = f"; {one.run_id} continues to {found.steps[0]:,}" if found.steps[0] > last else suffix
         state = f", and so is the state at step {found.equal_at:,}" if found.equal_at is not None else ""
         console.print(f"equal: {found.compared:,} steps are the same bit for bit{state}{suffix}", highlight=False)
         return
@@ -124,7 +126,7 @@ def steps_done(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def asked_differently(one: RunRecord, other: RunRecord) -> dict[str, tuple[Any, Any]]:
+def spec_differences(one: RunRecord, other: RunRecord) -> dict[str, tuple[Any, Any]]:
     """The differences between two runs' specs and datasets, by dotted names."""
     first, second = ({**dict(_flat(run.spec)), "dataset": run.dataset_id} for run in (one, other))
     names = [*first, *(name for name in second if name not in first)]

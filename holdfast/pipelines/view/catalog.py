@@ -26,7 +26,7 @@ from holdfast.store.parallel import in_parallel
 
 RUNS, NAMES = "runs/", "names/"
 PAGE = 1000  # objects per listing request
-AT_ONCE = 32  # runs to read concurrently
+CONCURRENT_READS = 32  # runs to read concurrently
 LONGEST_ID = 128  # characters
 SHOWN_IDS = 5  # in a message
 
@@ -180,7 +180,9 @@ def some_runs(store: Store, limit: int | None = None) -> tuple[list[RunRecord], 
         unknown = sum(run_id not in started for run_id in ids)  # they may be newer than all known ones
         ids, unread = newest_first[: limit + unknown], max(0, len(ids) - limit - unknown)
     records = {
-        record.run_id: record for record in in_parallel(partial(read_run, store), ids, AT_ONCE) if record is not None
+        record.run_id: record
+        for record in in_parallel(partial(read_run, store), ids, CONCURRENT_READS)
+        if record is not None
     }
     listed_records = (
         record for record in records.values() if _worked_on(store, record) not in records.keys() - {record.run_id}

@@ -23,17 +23,19 @@ if TYPE_CHECKING:
 class Teller:
     """Prints progress reports. Use it as a context manager, so that the terminal is restored."""
 
-    def __init__(self, asked: Chaos, *, to_stderr: bool = False) -> None:
-        self._asked = asked
+    def __init__(self, experiment: Chaos, *, to_stderr: bool = False) -> None:
+        self._experiment = experiment
         console = SafeConsole(stderr=to_stderr)
         self._console = (
             console if console.is_terminal else SafeConsole(stderr=to_stderr, width=max(WIDE, console.width))
         )
         self._status: Status | None = None
-        self._said, self._began = "", time.monotonic()
+        self._phase, self._began = "", time.monotonic()
 
     def __enter__(self) -> Self:
-        self._console.print(f"[bold]chaos[/bold] {self._asked.spec}, --seed {self._asked.seed}", highlight=False)
+        self._console.print(
+            f"[bold]chaos[/bold] {self._experiment.spec}, --seed {self._experiment.seed}", highlight=False
+        )
         if self._console.is_terminal:
             self._status = self._console.status("")
             self._status.start()
@@ -49,9 +51,9 @@ class Teller:
         """Print a report."""
         if isinstance(what, int):
             if self._status is not None:
-                self._status.update(f"{self._said}: step {what} of {self._asked.steps}")
+                self._status.update(f"{self._phase}: step {what} of {self._experiment.steps}")
         elif isinstance(what, str):
-            self._said = what
+            self._phase = what
             self._say(f"\n[bold]{escape(what)}[/bold]")
         elif isinstance(what, list):
             self._schedule(what)
@@ -64,8 +66,8 @@ class Teller:
             self._ended(what)
 
     def _schedule(self, planned: list[Planned]) -> None:
-        for cause in dict.fromkeys(self._asked.left_out.values()):
-            names = ", ".join(name for name, reason in self._asked.left_out.items() if reason == cause)
+        for cause in dict.fromkeys(self._experiment.left_out.values()):
+            names = ", ".join(name for name, reason in self._experiment.left_out.items() if reason == cause)
             self._say(f"  [yellow]left out[/yellow]: {names}: {escape(cause)}")
         table = Table(box=None, pad_edge=False, header_style="dim", title="the schedule", title_justify="left")
         table.add_column("from step", justify="right")
@@ -75,7 +77,7 @@ class Teller:
         self._console.print(table)
 
     def _ended(self, storm: FaultRun) -> None:
-        calm = self._asked.calm
+        calm = self._experiment.calm
         assert calm is not None
         slowest = max((survived_fault.seconds or 0.0 for survived_fault in storm.survived), default=0.0)
         if storm.missed:
@@ -85,8 +87,8 @@ class Teller:
             f"{storm.result.attempts} attempts, {storm.commands} times the command"
         )
         self._say(
-            f"goodput {100 * self._asked.goodput(storm):.0f} %: {duration(storm.result.seconds)} of training for what "
-            f"took the calm run {duration(calm.seconds)}"
+            f"goodput {100 * self._experiment.goodput(storm):.0f} %: {duration(storm.result.seconds)} of training for "
+            f"what took the calm run {duration(calm.seconds)}"
         )
         if storm.divergence is None:
             self._say(f"[green]equal[/green]: both have the state digest {calm.state_digest}")

@@ -21,7 +21,7 @@ def print_ledger(account: Ledger) -> None:
     console = SafeConsole()
     console = console if console.is_terminal else SafeConsole(width=WIDE)
     if not account.total:
-        console.print("No rank of it has told anything yet.")
+        console.print("No rank of it has reported anything yet.")
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
     for title in ("class", "rank-seconds", "share"):
@@ -66,7 +66,7 @@ def cost_lines(spent: Cost) -> Iterator[str]:
     if not spent.hours:
         return
     ranks = f"{spent.accelerators} x {spent.accelerator}" if spent.accelerator else f"{spent.accelerators} ranks"
-    used = "" if spent.utilisation is None else f", {100 * spent.utilisation:.0f} % busy when they told it"
+    used = "" if spent.utilisation is None else f", {100 * spent.utilisation:.0f} % busy when they reported it"
     yield f"{spent.hours:,.4g} accelerator-hours of {ranks}{used}"
     if spent.kilowatt_hours is not None and spent.watts is not None:
         carbon = "" if spent.carbon is None else f", {spent.carbon:,.4g} g of carbon dioxide"

@@ -124,7 +124,7 @@ class Screen:
         if not self.trains:
             parts += [Text(line) for line in self.backend_lines]
         if not parts and not news:
-            parts.append(Text("nothing was told yet"))
+            parts.append(Text("nothing was reported yet"))
         content = _Newest(Group(*parts), news, None if height is None else height - 2)  # the frame takes two lines
         return Panel(content, title=Text(self._title), title_align="left")
 

@@ -14,7 +14,7 @@ from holdfast.telemetry import Event
 from holdfast.telemetry.event_folding import MOST, condense
 from holdfast.telemetry.event_log import StoreEvents
 from holdfast.telemetry.history import HistoryFollower
-from holdfast.telemetry.ledger import goes_on
+from holdfast.telemetry.ledger import is_active
 
 AGAIN = 5  # seconds after which a browser reloads it
 
@@ -28,24 +28,24 @@ class TrainingPage:
     def __init__(self, spec: Spec, run_id: str, store: Store, path: Path) -> None:
         self.path = path.absolute()
         self._spec, self._run_id, self._store = spec, run_id, store
-        self._told, self._history = StoreEvents(store, run_id), HistoryFollower(store, run_id)
+        self._stored_events, self._history = StoreEvents(store, run_id), HistoryFollower(store, run_id)
         self._events: list[Event] = []
 
     @property
-    def goes_on(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the training was active at the last write."""
-        return goes_on(self._events)
+        return is_active(self._events)
 
     def write(self, *, follow: bool) -> None:
         """Write the current data. Raises MissingError for a path that cannot be written.
 
         `follow`: it is rewritten while the training runs, so the browser must reload it.
         """
-        self._events += self._told.new()
+        self._events += self._stored_events.new()
         while len(self._events) > MOST and len(condensed := condense(self._events)) < len(self._events):
             self._events = condensed
-        now = time.time() if self.goes_on else None
-        reload_seconds = AGAIN if follow and self.goes_on else None
+        now = time.time() if self.is_active else None
+        reload_seconds = AGAIN if follow and self.is_active else None
         html = draw_training(
             self._spec, self._run_id, self._store, self._events, now, reload_seconds, history=self._history.read()
         )

@@ -35,10 +35,10 @@ def wait_for_trace(store: Store, run_id: str, begun: float, silent: float = SILE
             if isinstance(event, WarningIssued) and "profile" in event.message:
                 raise MissingError(event.message)
         if ended:
-            raise MissingError(f"run {run_id} has ended without it; what was asked for waits for its next launch")
+            raise MissingError(f"run {run_id} has ended without it; the request waits for its next launch")
         if time.monotonic() - last_event > silent:
             raise MissingError(
-                f"run {run_id} has told nothing for {silent:.0f} s; what was asked for stays, and `holdfast show "
+                f"run {run_id} has reported nothing for {silent:.0f} s; the request stays, and `holdfast show "
                 f"{run_id[:8]}` says whether it still trains"
             )
         time.sleep(POLL_SECONDS)

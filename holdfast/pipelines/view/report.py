@@ -29,7 +29,7 @@ from holdfast.store.json_reading import read_json_object
 from holdfast.telemetry import read_events
 from holdfast.telemetry.cost import cost
 from holdfast.telemetry.events import AttemptBegan, Event, Progress, SaveCommitted
-from holdfast.telemetry.ledger import goes_on, ledger
+from holdfast.telemetry.ledger import is_active, ledger
 
 if TYPE_CHECKING:
     from holdfast.tracking import Champion
@@ -144,7 +144,7 @@ def print_run(record: RunRecord, store: Store, whole_spec: bool = False) -> None
 def accounts(record: RunRecord, store: Store) -> dict[str, object]:
     """Dropped data, ledger and cost of a run, for `--json`."""
     events, spec = read_events(store, record.run_id), record.whole_spec()
-    account = ledger(events, time.time() if goes_on(events) else None)
+    account = ledger(events, time.time() if is_active(events) else None)
     spent = None if spec is None else cost(spec, events, account).as_json()
     return {**_dropped(record, store), "ledger": account.as_json(), "cost": spent}
 
@@ -202,10 +202,10 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
     if sizes := _sizes(events):
         yield "ranks", sizes
     yield from _listed("speed", throughput(events))
-    if goes_on(events):
+    if is_active(events):
         began = next((event for event in reversed(events) if isinstance(event, AttemptBegan)), None)
         yield from _listed("devices", accelerator_lines(newest_figures(events), began))
-    account = ledger(events, time.time() if goes_on(events) else None)
+    account = ledger(events, time.time() if is_active(events) else None)
     yield from _listed("time", ledger_lines(account))
     if (spec := record.whole_spec()) is not None:
         yield from _listed("cost", cost_lines(cost(spec, events, account)))
@@ -275,9 +275,9 @@ def _newest(record: RunRecord, store: Store) -> dict[str, Any]:
     return record.result or {}
 
 
-def _plans(said: Mapping[str, Any]) -> Iterator[str]:
+def _plans(result: Mapping[str, Any]) -> Iterator[str]:
     """The plans of the run's segments, one per line."""
-    segments = [Segment.model_validate(each) for each in said.get("segments", [])]
+    segments = [Segment.model_validate(each) for each in result.get("segments", [])]
     for segment, changes in zip(segments, changes_in_words(segments), strict=True):
         yield f"from step {segment.from_step}: {'; '.join(changes) or segment.plan.summary}"
 

@@ -57,19 +57,19 @@ def lines(newest: Mapping[int, Figures], began: AttemptBegan | None) -> Iterator
     if len(slowed) > NAMED:
         yield f"and those of {len(slowed) - NAMED} other ranks"
     if began is not None and began.missing_metrics:
-        yield "not told: " + ", ".join(f"{name} ({reason})" for name, reason in began.missing_metrics.items())
+        yield "not reported: " + ", ".join(f"{name} ({reason})" for name, reason in began.missing_metrics.items())
 
 
-def _together(told: Sequence[Figures]) -> Iterator[str]:
-    if busy := [figures.utilisation for figures in told if figures.utilisation is not None]:
+def _together(reports: Sequence[Figures]) -> Iterator[str]:
+    if busy := [figures.utilisation for figures in reports if figures.utilisation is not None]:
         yield f"{100 * sum(busy) / len(busy):.0f} % busy"
-    if watts := [figures.watts for figures in told if figures.watts is not None]:
+    if watts := [figures.watts for figures in reports if figures.watts is not None]:
         total = f" ({sum(watts) / 1000:,.2f} kW)" if len(watts) > 1 else ""
         yield f"{sum(watts) / len(watts):,.0f} W each{total}"
     fullest = max(
         (
             (figures.memory_used, figures.memory_total)
-            for figures in told
+            for figures in reports
             if figures.memory_used is not None and figures.memory_total
         ),
         key=lambda pair: pair[0] / pair[1],
@@ -77,7 +77,7 @@ def _together(told: Sequence[Figures]) -> Iterator[str]:
     )
     if fullest is not None:
         yield f"{fullest[0] / 1e9:.1f} of {fullest[1] / 1e9:.1f} GB in the fullest"
-    if heat := [figures.celsius for figures in told if figures.celsius is not None]:
+    if heat := [figures.celsius for figures in reports if figures.celsius is not None]:
         yield f"{max(heat):.0f} °C the hottest"
-    if clocks := [figures.sm_megahertz for figures in told if figures.sm_megahertz is not None]:
+    if clocks := [figures.sm_megahertz for figures in reports if figures.sm_megahertz is not None]:
         yield f"{min(clocks):,.0f} MHz the slowest"

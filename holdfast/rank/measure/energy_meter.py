@@ -51,9 +51,9 @@ class Meter:
         """The condition now, without the energy."""
         return self._or_nothing(lambda: Figures.model_validate(self._ask(*_NVML.keys() - {"joules"})))
 
-    def _or_nothing(self, asked: Callable[[], Figures]) -> Figures:
+    def _or_nothing(self, query: Callable[[], Figures]) -> Figures:
         try:
-            return asked()
+            return query()
         except Exception as error:  # noqa: BLE001 - a binding of another version may answer anything
             self._give_up(error)
             log.warning("the accelerator is not metered any more: %s", self.unknown)

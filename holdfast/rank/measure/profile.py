@@ -45,7 +45,7 @@ class Profiler:
         self._window: Window | None = None  # that is being profiled
         self._profile: profile | None = None
         self._writing: threading.Thread | None = None
-        self._beside: threading.Thread | None = None  # clears a request
+        self._clearing: threading.Thread | None = None  # clears a request
         self._closed = False
 
     def on_step(self, finished: FinishedStep) -> None:
@@ -81,7 +81,7 @@ class Profiler:
             self._end(self._profile, self._window, keep=in_time)
         self._closed = True
         self._look_now.set()
-        for thread in (self._writing, self._beside):
+        for thread in (self._writing, self._clearing):
             if thread is not None and in_time:
                 thread.join(LEAVE_SECONDS)
 
@@ -97,7 +97,7 @@ class Profiler:
         try:
             self._found = pending_request(self._store, self._attempt.run_id)
         except HoldfastError as error:
-            log.debug("whether a profile is asked for cannot be read: %s", error)
+            log.debug("profile requests cannot be read: %s", error)
 
     def _perhaps_begin(self, window: Window, step: int) -> None:
         """Begin the profile if `step` is its first step."""
@@ -162,5 +162,5 @@ class Profiler:
                 log.debug("the request for a profile stays: %s", error)
 
         self._looked = time.monotonic()
-        self._beside = threading.Thread(target=forget, name="profile requests", daemon=True)
-        self._beside.start()
+        self._clearing = threading.Thread(target=forget, name="profile requests", daemon=True)
+        self._clearing.start()

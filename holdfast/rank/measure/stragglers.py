@@ -63,7 +63,7 @@ class _Spell:
     windows: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=OF))  # own and usual work
     seconds: float = 0.0
     length: int = 0  # windows
-    told: bool = False
+    reported: bool = False
 
     def add(self, total: float, usual: float, seconds: float) -> bool:
         """Add a window with the rank's work and the usual work, in seconds per step. Returns whether the rank has
@@ -76,12 +76,12 @@ class _Spell:
         fast = sum(work < HARDLY * others for work, others in self.windows)
         if fast > OF - WINDOWS:
             self.windows.clear()
-            self.seconds, self.length, self.told = 0.0, 0, False
+            self.seconds, self.length, self.reported = 0.0, 0, False
             return False
         count = len(self.windows)
         work, others = map(sum, zip(*self.windows, strict=True))
         slower = work >= SLOWER * others and work - others >= LEAST * count
-        return slower and not self.told and count - fast >= WINDOWS and self.seconds >= LASTING
+        return slower and not self.reported and count - fast >= WINDOWS and self.seconds >= LASTING
 
     @property
     def ratios(self) -> list[float]:
@@ -147,12 +147,12 @@ class Comparison:
             baseline, works = self._baselines[key], {rank: sum(seconds[rank]) for rank in ranks}
             usual = median_low(works.values())
             long = [rank for rank in ranks if self._spells[rank].add(works[rank], usual, works[rank] * steps)]
-            baseline.add(works, usual, [rank for rank in ranks if self._spells[rank].told])
+            baseline.add(works, usual, [rank for rank in ranks if self._spells[rank].reported])
             for rank in long:
                 spell = self._spells[rank]
                 if baseline.is_chance(rank, spell):
                     continue
-                spell.told = True
+                spell.reported = True
                 baseline.forget(rank, spell.length)
                 slow.append(_slow(rank, works[rank] / max(usual, 1e-9), seconds, ranks))
         return slow

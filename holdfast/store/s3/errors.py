@@ -156,7 +156,7 @@ log = logging.getLogger("holdfast.store")
 FIRST_PAUSE = 0.1  # seconds
 LONGEST_PAUSE = 5.0
 UNREACHABLE_REMEDY = "see whether the endpoint is up and reachable, then run the same command again"
-LONGEST_ASKED = 15.0  # the longest Retry-After that is respected: the deadline is ours
+MAX_RETRY_AFTER = 15.0  # the longest Retry-After that is respected: the deadline is ours
 
 Result = TypeVar("Result")
 
@@ -170,7 +170,7 @@ class RetryableError(Exception):
     def __init__(self, message: str, at_least: float = 0.0, remedy: str = UNREACHABLE_REMEDY) -> None:
         super().__init__(message)
         self.remedy = remedy
-        self.at_least = min(at_least, LONGEST_ASKED)
+        self.at_least = min(at_least, MAX_RETRY_AFTER)
 
 
 def retried(action: Callable[[int], Result], what: str, deadline: float) -> Result:
@@ -363,9 +363,9 @@ def _reply(error: boto.ClientError) -> str:
     return f"{status_of(error)} {code_of(error)}: {message}"
 
 
-def expired(said: str) -> RetryableError:
+def expired(message: str) -> RetryableError:
     """The error for expired credentials: new ones may come before the deadline."""
-    return RetryableError(f"the credentials have expired ({said})", remedy=EXPIRED_REMEDY)
+    return RetryableError(f"the credentials have expired ({message})", remedy=EXPIRED_REMEDY)
 
 
 def damaged_again(error: boto.ClientError, what: str, times: int) -> HoldfastError:

@@ -180,7 +180,7 @@ def _receive(body: Any, target: memoryview) -> None:
             target[received : received + len(block)] = block
             received += len(block)
         if body.read(1):
-            raise RetryableError(f"the body went on after {target.nbytes} bytes")
+            raise RetryableError(f"the body continued after {target.nbytes} bytes")
 
 
 def _received_in_place(body: Any, target: memoryview) -> bool:

@@ -280,9 +280,9 @@ class Conditions:
             winners = 1  # its reply was lost, but its write was applied
         if winners != 1:
             raise StoreRefusedError(
-                f"{self._url}: this S3 does not hold conditional writes: of {WRITERS} writers that {kind} at once, "
-                f"{winners} won instead of one, so two attempts could both own a run; upgrade the server, or name "
-                "another store"
+                f"{self._url}: this S3 does not hold conditional writes: of {WRITERS} writers that {kind} "
+                f"concurrently, {winners} won instead of one, so two attempts could both own a run; upgrade the "
+                "server, or name another store"
             )
 
 

@@ -102,7 +102,7 @@ class Body:
 
 UPLOADS = 3  # tries of a multipart upload that the store loses
 UPLOAD_PAGES = 10  # limit of pages of unfinished uploads, a thousand on each
-DELETED_AT_ONCE = 1000  # S3's maximum
+MAX_DELETED_KEYS = 1000  # S3's maximum
 ALGORITHM = {"ChecksumAlgorithm": "CRC32C"}
 # Refusals of a batch deletion after which objects are deleted one by one. Older servers want a Content-MD5, which
 # botocore no longer sends, or do not know the request.
@@ -152,7 +152,7 @@ class Writes:
         for _ in range(UPLOADS):
             with contextlib.suppress(UploadLostError):
                 self._put_parts(job)
-                self._sweep_beside(job.key)
+                self._end_abandoned_near(job.key)
                 return
         raise StoreUnreachableError(
             f"{job.operation} {job.key} in {self._url}: the store gave up {UPLOADS} uploads in their last step; "
@@ -227,8 +227,8 @@ class Writes:
 
     def delete(self, keys: Sequence[str]) -> None:
         """Remove objects, a thousand in a request; one by one where the server lacks that request."""
-        for start in range(0, len(keys), DELETED_AT_ONCE):
-            part = list(keys[start : start + DELETED_AT_ONCE])
+        for start in range(0, len(keys), MAX_DELETED_KEYS):
+            part = list(keys[start : start + MAX_DELETED_KEYS])
             try:
                 self._request("delete", part[0], functools.partial(self._delete_all, part))
             except _NoBatchError:
@@ -255,7 +255,7 @@ class Writes:
                 reply["ResponseMetadata"]["HTTPStatusCode"] = 403 if denied else 503
                 raise ClientError({**reply, "Error": failure}, "DeleteObjects")
 
-    def _sweep_beside(self, key: str) -> None:
+    def _end_abandoned_near(self, key: str) -> None:
         """End the uploads of dead writers in the folder of `key`, once for each folder that this store writes to. For
         an object at the root nothing is ended: the bucket may have many users."""
         folder = key.rpartition("/")[0]

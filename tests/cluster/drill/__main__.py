@@ -85,7 +85,7 @@ class Drill:
                 if result.code == 0:
                     break
                 if result.code < RETRYABLE:
-                    raise DrillError(f"run {name} ended for good with {result.code}: {result.said}")
+                    raise DrillError(f"run {name} ended permanently with {result.code}: {result.said}")
                 self._tell(f"  the launcher ended with {result.code}: it is started again")
                 place.launch(salt)
             if place.training() and start is None:

@@ -43,7 +43,7 @@ def disrupted(reason: str) -> list[Object]:
         (ended(205), 205, "no space", True),
         (ended(137, "OOMKilled"), 137, "cluster.resources.memory", False),
         (ended(128, "StartError"), ExitCode.BAD_SPEC, "check cluster.image", False),
-        (ended(137, "ContainerStatusUnknown"), 137, "nobody knows", True),
+        (ended(137, "ContainerStatusUnknown"), 137, "it is unknown", True),
         (ended(143, conditions=disrupted("EvictionByEvictionAPI"), leaving=True), 143, "EvictionByEvictionAPI", False),
         (ended(204, conditions=disrupted("PreemptionByScheduler")), 204, "the cluster says so", False),
         (pod(phase="Failed", reason="Evicted", message="low on memory"), 137, "evicted by its node: low on mem", True),

@@ -28,7 +28,7 @@ from tests.pipelines.backends.argo.test_backend import argo, ended, server, work
 
 SPEC = parse_spec("{name: small, store: 's3://bucket/prefix', data: {sources: [{uri: 'python:stdlib'}]}}")
 SWEEP = "3f2a4b5c6d7e8f90"
-ORDER = RunRequest(SPEC, run_id=SWEEP, trials=(("training.seed=1",), ("training.seed=2",)), at_once=1)
+ORDER = RunRequest(SPEC, run_id=SWEEP, trials=(("training.seed=1",), ("training.seed=2",)), concurrent_trials=1)
 __all__ = ["argo", "server"]  # fixtures
 
 

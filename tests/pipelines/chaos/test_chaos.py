@@ -94,7 +94,7 @@ def test_a_command_is_repeated_while_its_exit_code_is_retryable(
     assert (run.commands, run.code) == (3, ExitCode.NOT_BLESSED)
     assert run.log.read_text() == "None None\n" * 3, "nothing of the user's is touched"
     (bad := tmp_path / "bad").mkdir()
-    with pytest.raises(ChaosError, match=r"for good with code 11\n.*no such text") as error:
+    with pytest.raises(ChaosError, match=r"permanently with code 11\n.*no such text") as error:
         script(bad, "print('no such text'); sys.exit(11)").go([], None, 0, lambda _: None)
     assert error.value.exit_code == ExitCode.BAD_DATA
     (never := tmp_path / "never").mkdir()

@@ -78,7 +78,7 @@ def test_the_live_screen_shows_accelerator_metrics_and_throttled_ranks() -> None
 
 def test_the_live_screen_ends_with_the_run_and_marks_a_slow_rank() -> None:
     screen = Screen("small", "r")
-    assert "nothing was told yet" in seen(screen, 0)
+    assert "nothing was reported yet" in seen(screen, 0)
     screen.take(killed_once())
     assert screen.has_ended
     assert "ranks ■ ■" in seen(screen, 60)

@@ -40,7 +40,7 @@ def test_the_page_grows_with_the_run_and_stops_asking_when_it_has_ended(store: S
     tell(store, [*events[:5], progress(8, 1)])
     page.write(follow=True)
     first = page.path.read_text()
-    assert page.goes_on
+    assert page.is_active
     assert REFRESH in first
     assert "step 1 of 12 · as of " in first
     assert "too few steps to draw" in first
@@ -56,7 +56,7 @@ def test_the_page_grows_with_the_run_and_stops_asking_when_it_has_ended(store: S
     write_committed(store, RUN, 0, [{"step": step, "loss": 9.0 - step, "grad_norm": 1.0} for step in range(1, 13)])
     page.write(follow=True)
     whole = page.path.read_text()
-    assert not page.goes_on
+    assert not page.is_active
     assert 'http-equiv="refresh"' not in whole
     assert "step 12 of 12" in whole and "as of" not in whole
     assert "Accelerator-hours" in whole

@@ -47,5 +47,5 @@ def test_a_restarted_run_is_waited_for_until_its_trace_exists(store: Store) -> N
 
 def test_waiting_for_a_silent_run_times_out(store: Store) -> None:
     told(store, BEGAN)
-    with pytest.raises(MissingError, match="has told nothing for 0 s"):
+    with pytest.raises(MissingError, match="has reported nothing for 0 s"):
         wait_for_trace(store, RUN, time.time() + 3600.0, silent=0.0)

@@ -88,12 +88,12 @@ def test_the_report_names_the_model_that_a_run_started_from_with_what_its_weight
 def test_a_failed_run_shows_its_reason_until_it_is_resubmitted(
     store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    summary = {"status": "failed", "failed_step": "train", "reason": "no text", "next_command": "mend it", "ended": 5.0}
+    summary = {"status": "failed", "failed_step": "train", "reason": "no text", "next_command": "fix it", "ended": 5.0}
     store.put(layout.run(RUN_ID, "summary.json"), json.dumps(summary).encode())
     page = shown(store, capsys)
     assert "state       failed" in page
     assert "why         train: no text" in page
-    assert "next        mend it" in page
+    assert "next        fix it" in page
     store.put(layout.run(RUN_ID, "backend.json"), json.dumps({"backend": "argo", "submitted": 6.0}).encode())
     page = shown(store, capsys)
     assert "state       begun" in page

@@ -293,7 +293,9 @@ def _step(name: str, nodes: list[Object], pods: dict[str, str]) -> StepStatus:
 def _template(request: RunRequest, namespace: str | None) -> Object:
     image = request.image or None
     if request.trials:
-        return sweep_objects(request.spec, request.trials, at_once=request.at_once, image=image, namespace=namespace)[0]
+        return sweep_objects(
+            request.spec, request.trials, concurrent_trials=request.concurrent_trials, image=image, namespace=namespace
+        )[0]
     return argo_objects(request.spec, image=image, namespace=namespace)[0]
 
 

@@ -106,11 +106,11 @@ ENDED = "({0}.Succeeded || {0}.Failed || {0}.Errored || {0}.Omitted)"
 
 
 def sweep_objects(
-    spec: Spec, trials: Trials, *, at_once: int = 0, image: str | None = None, namespace: str | None = None
+    spec: Spec, trials: Trials, *, concurrent_trials: int = 0, image: str | None = None, namespace: str | None = None
 ) -> list[dict[str, Any]]:
     """The WorkflowTemplate of the trials of `spec`.
 
-    `image` replaces the default image of the steps. `at_once` limits the concurrent pods; 0: no limit.
+    `image` replaces the default image of the steps. `concurrent_trials` limits the concurrent pods; 0: no limit.
 
     The comparison begins when every trial has ended. The evaluations are targets of the DAG. So a Workflow with a
     failed trial becomes Failed once everything else has ended (argoproj/argo-workflows: workflow/controller/dag.go,
@@ -133,7 +133,9 @@ def sweep_objects(
 
         numbers = range(1, len(trials) + 1)
         ended = [f"evaluate-{number}" for number in numbers]
-        with DAG(name=SWEEP, parallelism=at_once or None, fail_fast=False, target=" ".join([*ended, "register"])):
+        with DAG(
+            name=SWEEP, parallelism=concurrent_trials or None, fail_fast=False, target=" ".join([*ended, "register"])
+        ):
             prepared = task("preprocess")
             dataset = output_reference("preprocess", "dataset_id")
             for number, trial in zip(numbers, trials, strict=True):

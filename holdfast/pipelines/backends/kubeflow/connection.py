@@ -200,7 +200,7 @@ class Server:
         except (MissingError, KubeflowUnreachableError) as error:
             if not dry or self.access.endpoint:
                 raise
-            log.warning("%s: this goes on as if there were one that has nothing", error)
+            log.warning("%s: this continues as if there were an empty one", error)
         self.offline = True
         return self._connect()
 
@@ -256,7 +256,7 @@ class Server:
                 longest=LONGEST_PAUSE,
             )
         except _UncertainError as error:
-            raise self._told(error.__cause__) from error
+            raise self._translated(error.__cause__) from error
 
     def stream(self, path: str) -> Iterator[bytes]:
         """Stream the bytes of a plain resource of the server."""
@@ -269,7 +269,7 @@ class Server:
         try:
             yield from response.stream(2**16)
         except urllib3.exceptions.HTTPError as error:
-            raise self._told(error) from error
+            raise self._translated(error) from error
         finally:
             response.release_conn()
 
@@ -292,15 +292,15 @@ class Server:
         except kfp_server_api.ApiException as error:
             if not safe and error.status in (*_TRANSIENT, 409, 0):
                 raise _UncertainError from error
-            raise self._told(error) from error
+            raise self._translated(error) from error
         except urllib3.exceptions.HTTPError as error:
             if not safe:
                 raise _UncertainError from error
-            raise self._told(error) from error
+            raise self._translated(error) from error
         except OSError as error:  # the token's file
             raise AccessDeniedError(f"the token for Kubeflow cannot be read: {error.strerror}") from error
 
-    def _told(self, error: BaseException | None) -> HoldfastError:
+    def _translated(self, error: BaseException | None) -> HoldfastError:
         """The error for a person."""
         address = (
             getattr(self, "host", "") or redact(self.access.endpoint) or "the server of the current kubectl context"

@@ -55,25 +55,25 @@ class PodLogs:
 
     def _archived(self, node: str) -> Iterator[Callable[[], bytes]]:
         for name in (*self._pods_of(node, self._known), node):
-            yield lambda name=name: self._asked(f"/apis/v1alpha1/runs/{self._run_id}/nodes/{name}/log")  # type: ignore[misc]
+            yield lambda name=name: self._fetch(f"/apis/v1alpha1/runs/{self._run_id}/nodes/{name}/log")  # type: ignore[misc]
 
     def _in_kubernetes(self, node: str) -> Iterator[Callable[[], bytes]]:
-        if (api := self._asked_cluster(node)) is not None:
+        if (api := self._list_cluster(node)) is not None:
             for name in self._pods_of(node, self._known):
                 yield partial(_log_in, api, name)
 
     def _of_the_ui(self, node: str) -> Iterator[Callable[[], bytes]]:
         for name in self._pods_of(node, self._known):
             query = urlencode({"podname": name, "runid": self._run_id, "podnamespace": self._namespace})
-            yield lambda query=query: self._asked(f"/k8s/pod/logs?{query}")  # type: ignore[misc]
+            yield lambda query=query: self._fetch(f"/k8s/pod/logs?{query}")  # type: ignore[misc]
 
-    def _asked(self, path: str) -> bytes:
+    def _fetch(self, path: str) -> bytes:
         content = b"".join(self._server.stream(path))
         if (message := error_in(content)) is not None:
             raise MissingError(f"{self._server.host}: {message}")
         return content
 
-    def _asked_cluster(self, node: str) -> Api | None:
+    def _list_cluster(self, node: str) -> Api | None:
         """The cluster, if it has pods of the run.
 
         It is listed again while the pod of `node` is unknown, because steps begin while the log is followed. An

@@ -286,7 +286,7 @@ def _complaints(api: Callable[[], Api], workflow: str, namespace: str) -> tuple[
     except (HoldfastError, OSError) as error:
         if workflow not in _warned:  # once, because `watch` and `logs --follow` poll every few seconds
             _warned.add(workflow)
-            log.warning("Kubernetes cannot be asked about %s: %s", workflow, error)
+            log.warning("Kubernetes cannot be queried about %s: %s", workflow, error)
     return namespace, {}
 
 

@@ -55,7 +55,7 @@ class Local:
 
     def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Run `request` in the foreground and show it on the terminal. A run that has finished before is only shown."""
-        from holdfast.pipelines.backends.local.run import finished, go_on, identified
+        from holdfast.pipelines.backends.local.run import finished, identified, run_to_end
         from holdfast.pipelines.backends.local.trial_series import run_sweep
 
         if request.trials:
@@ -64,7 +64,7 @@ class Local:
         previous = finished(local_run)
         self._url = local_run.store_url
         again = f"{self.again} --salt {local_run.salt}" if self.again and local_run.salt else self.again
-        code = go_on(local_run, again or f"holdfast resume {local_run.run_id}", self.console)
+        code = run_to_end(local_run, again or f"holdfast resume {local_run.run_id}", self.console)
         try:
             status = self.status(local_run.run_id)
         except HoldfastError as error:  # the store became unreachable

@@ -64,7 +64,7 @@ def follow(folder: Path, log: Path, run: str, board: Board, signals: Signals) ->
             if len(signals.received) > forwarded_count:
                 forwarded_count = len(signals.received)
                 if forwarded_count == 1:
-                    board.say("  stopping: the step saves and leaves (once more ends it at once)")
+                    board.say("  stopping: the step saves and exits (once more ends it immediately)")
                     worker.request_stop(folder)
                 else:
                     _kill(process.pid)

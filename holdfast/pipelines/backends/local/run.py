@@ -27,7 +27,7 @@ from holdfast.pipelines.paths import store_root, with_absolute_paths
 from holdfast.pipelines.view.catalog import RunRecord, read_run
 from holdfast.pipelines.view.summary import print_summary
 from holdfast.pipelines.view.terminal import Board, SafeConsole
-from holdfast.runtime.environment import log_dir, make_folder, mlflow_is_there, store_url
+from holdfast.runtime.environment import has_mlflow, log_dir, make_folder, store_url
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec import ExitCode, Spec, run_id
 from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, NoSpaceError
@@ -37,7 +37,7 @@ from holdfast.steps.outcomes import KILLED, Outcome, read_outcomes
 from holdfast.store import Store, open_store
 
 TAIL_LINES = 15
-WORKER_KILLED = "the process that runs the pipeline was killed: out of memory, or somebody ended it"
+WORKER_KILLED = "the process that runs the pipeline was killed: out of memory, or ended by a user"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False
     )
 
 
-def go_on(made: LocalRun, again: str, console: Console | None = None) -> ExitCode:
+def run_to_end(made: LocalRun, again: str, console: Console | None = None) -> ExitCode:
     """Run an identified run to its end, or show the summary immediately if it has finished before.
 
     `again` is the command that resumes this run. Returns OK, NOT_BLESSED or the code of the failure. Raises errors that
@@ -104,7 +104,7 @@ def finished(made: LocalRun) -> RunRecord | None:
     record = read_run(made.store, made.run_id, settings_key(made.spec), registration_key(made.spec.registered_model))
     if record is None or record.result is None or record.verdict is None:
         return None
-    if record.word == "blessed" and (not (record.registration or {}).get("alias") or not mlflow_is_there()):
+    if record.word == "blessed" and (not (record.registration or {}).get("alias") or not has_mlflow()):
         return None
     try:
         export = (str(record.result.get(name, "")) for name in ("export", "export_digest"))
@@ -173,7 +173,7 @@ def _conclude(
         saved = failed is not None and failed.exit_code == ExitCode.PREEMPTED
         code = ExitCode.PREEMPTED if saved else ExitCode(128 + received[0])
         state = "a checkpoint is saved" if saved else "what was finished is kept"
-        _say(console, f"\nstopped: {state}. To go on, run: {again}")
+        _say(console, f"\nstopped: {state}. To resume, run: {again}")
         return code
     if killed and failed is not None and failed.exit_code == ExitCode.PREEMPTED:
         reason, code = f"{WORKER_KILLED}; {failed.step} saved a checkpoint and left", ExitCode.PREEMPTED
@@ -188,7 +188,7 @@ def _conclude(
         reason, code = f"{failed.step}: {failed.reason}", known_code(failed.exit_code)
     _say(console, f"\nerror: {reason}\n\nlog {log}")
     if code.retryable:
-        _say(console, f"This can pass. To go on, run: {again}")
+        _say(console, f"This can pass. To resume, run: {again}")
     return code
 
 

@@ -104,7 +104,7 @@ def _conclude(
         return _code_of(comparison)
     failed = next(iter(stopped_by), None) or next((outcome for outcome in outcomes if outcome.exit_code != 0), None)
     reason = f"{failed.name}: {failed.reason or KILLED}" if failed else "the end of the log:\n" + tail_of(log)
-    console.print(f"\nerror: {reason}\n\nlog {log}\nThe same command goes on.", markup=False, highlight=False)
+    console.print(f"\nerror: {reason}\n\nlog {log}\nThe same command resumes it.", markup=False, highlight=False)
     if signal:
         return ExitCode(128 + signal)
     return ExitCode.UNEXPECTED if failed is None or failed.exit_code is None else known_code(failed.exit_code)

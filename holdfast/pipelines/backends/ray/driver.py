@@ -64,7 +64,7 @@ class RayTask:
             return int(ExitCode.TERMINATED)
         if task.reference is None or not ray.wait([task.reference], timeout=0)[0]:
             queued = any(other.task.has_room for other in self._steps.tasks if other is not self)
-            if not (reason := task.go_on(queued=queued)):
+            if not (reason := task.start_if_possible(queued=queued)):
                 return None
             log.error("%s", reason)
             task.cancel(force=True)
@@ -76,7 +76,9 @@ class RayTask:
         except RayError as error:
             if self._leaving:
                 return int(ExitCode.TERMINATED)
-            log.error("%s was lost for good: %s", task.label, next(iter(str(error).splitlines()), type(error).__name__))
+            log.error(
+                "%s was lost permanently: %s", task.label, next(iter(str(error).splitlines()), type(error).__name__)
+            )
             return int(ExitCode.KILLED)
         if code == ExitCode.OK and result:
             self._result = parse_json_object(result, f"the result of {task.step}")
@@ -161,7 +163,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--job", required=True, help="what Ray calls this job")
     parser.add_argument("--store", default="", help="root of the store; default: the spec's, or HOLDFAST_STORE")
     parser.add_argument("--salt", default="", help="anything here makes another run of the same inputs")
-    parser.add_argument("--replan", default="false", help="go on although the plan has changed")
+    parser.add_argument("--replan", default="false", help="continue although the plan has changed")
     arguments = parser.parse_args(argv)
     configure_logging()
     restore_environment()

@@ -45,7 +45,7 @@ def run(step: str, label: str, spec: str, arguments: Sequence[str]) -> tuple[int
         finally:
             end(process)
         if code == -signal.SIGKILL:
-            raise LostError(f"{label}: the process was killed: out of memory, or somebody ended it")
+            raise LostError(f"{label}: the process was killed: out of memory, or ended by a user")
         return (128 - code if code < 0 else code), output.read_text() if output.is_file() else ""
 
 
@@ -78,7 +78,7 @@ class Task:
         self._budget = spec.cluster.retries.budget
         self.room = GangReservation(label, self._bundle, patience=self._pending_timeout_minutes * 60)
 
-    def go_on(self, *, queued: bool) -> str:
+    def start_if_possible(self, *, queued: bool) -> str:
         """Start the task once it has resources. Returns the reason if its wait has expired, otherwise an empty string.
 
         `queued`: other parts of the step run, and this one only waits for them.

@@ -38,7 +38,14 @@ from holdfast.pipelines.backends.slurm.emit import (
     script_of,
     store_mark,
 )
-from holdfast.pipelines.backends.slurm.states import NOT_KNOWN, as_told, state_of, step_of, trials_of, whole_state
+from holdfast.pipelines.backends.slurm.states import (
+    NOT_KNOWN,
+    state_of,
+    status_of_outcome,
+    step_of,
+    trials_of,
+    whole_state,
+)
 from holdfast.pipelines.paths import store_root
 from holdfast.pipelines.table import EDGES, FAN_OUT_START, START, SWEEP_EDGES, steps_from
 from holdfast.runtime.environment import store_url
@@ -80,15 +87,17 @@ class Submitted:
         """Whether all of its jobs were created."""
         return EXIT_HANDLER in self.jobs
 
-    def untold(self, told: Collection[str] = ()) -> list[str]:
-        """The steps after the last one that its jobs or `told` contain; these are not known to have begun.
+    def steps_without_jobs(self, reported: Collection[str] = ()) -> list[str]:
+        """The steps after the last one that its jobs or `reported` contain; these are not known to have begun.
 
         A step waits for the success of the previous one.
         """
         if self.unfinished and not self.whole:  # its jobs are still being created
             return []
         steps = list(steps_from(START, SWEEP_EDGES if self.is_sweep else EDGES))
-        last = max((position for position, step in enumerate(steps) if step in self.jobs or step in told), default=-1)
+        last = max(
+            (position for position, step in enumerate(steps) if step in self.jobs or step in reported), default=-1
+        )
         return steps[last + 1 :]
 
 
@@ -261,12 +270,12 @@ class Slurm:
         return next((chain for chain in matches if chain.unfinished), matches[-1])
 
     def _status(self, chain: Submitted, *, detailed: bool = True) -> RunStatus:
-        is_incomplete = all(job.id != chain.first for job in chain.jobs.values()) or chain.untold()
+        is_incomplete = all(job.id != chain.first for job in chain.jobs.values()) or chain.steps_without_jobs()
         outcomes = _outcomes(chain.id, self._url) if detailed or is_incomplete else {}
-        forgotten = [as_told(outcome) for outcome in outcomes.values() if outcome.step not in chain.jobs]
+        forgotten = [status_of_outcome(outcome) for outcome in outcomes.values() if outcome.step not in chain.jobs]
         statuses = (status for step, job in chain.jobs.items() for status in _steps(chain, step, job, outcomes))
         recorded_steps = {outcome.step for outcome in outcomes.values()}
-        missing = (StepStatus(step, CANCELED, None, NOT_KNOWN) for step in chain.untold(recorded_steps))
+        missing = (StepStatus(step, CANCELED, None, NOT_KNOWN) for step in chain.steps_without_jobs(recorded_steps))
         steps = tuple(sorted((*forgotten, *statuses, *missing), key=lambda one: one.name == EXIT_HANDLER))
         state = whole_state(steps)
         failed = (

@@ -86,7 +86,7 @@ class BatchJob:
 
 def sbatch(script: str, options: Sequence[str]) -> int:
     """Submit a script. Returns the id of its job."""
-    output = asked(["sbatch", "--parsable", *options], script)
+    output = run_command(["sbatch", "--parsable", *options], script)
     return int(output.strip().splitlines()[-1].partition(";")[0])
 
 
@@ -106,7 +106,7 @@ def jobs_of(names: Sequence[str] = ()) -> list[BatchJob]:
         *filters,
         f"--Format={columns}",
     ]
-    current_jobs = [_from_squeue(line) for line in asked(command).splitlines()]
+    current_jobs = [_from_squeue(line) for line in run_command(command).splitlines()]
     # Queried second: a job that leaves the controller meanwhile is already in the accounting.
     by_id = {(job.id, job.task): job for job in (*_accounted(filters), *current_jobs)}
     return [job for _, job in sorted(_one_each(by_id.values()).items())]
@@ -127,7 +127,7 @@ class Partition:
 def partitions() -> list[Partition]:
     """The partitions that this user sees."""
     by_name: dict[str, Partition] = {}
-    for line in asked(["sinfo", "--noheader", "--format=%P|%a|%D|%c|%m"]).splitlines():
+    for line in run_command(["sinfo", "--noheader", "--format=%P|%a|%D|%c|%m"]).splitlines():
         name, up, nodes, cores, memory = line.split("|")
         partition = Partition(
             name.rstrip("*"),
@@ -153,17 +153,17 @@ def partitions() -> list[Partition]:
 
 def on_a_node(command: Sequence[str], options: Sequence[str], seconds: int) -> str:
     """Run a command on a node that is free within `seconds`. Returns its output."""
-    return asked(["srun", "--nodes=1", "--ntasks=1", "--time=1", f"--immediate={seconds}", *options, *command])
+    return run_command(["srun", "--nodes=1", "--ntasks=1", "--time=1", f"--immediate={seconds}", *options, *command])
 
 
 def release(job: int) -> None:
     """Release a held job."""
-    asked(["scontrol", "release", str(job)])
+    run_command(["scontrol", "release", str(job)])
 
 
 def forbid_requeue(job: int) -> None:
     """Disable the requeue of a job."""
-    asked(["scontrol", "update", f"JobId={job}", "Requeue=0"])
+    run_command(["scontrol", "update", f"JobId={job}", "Requeue=0"])
 
 
 def requeue(job: str) -> bool:
@@ -171,7 +171,7 @@ def requeue(job: str) -> bool:
     ClusterUnreachableError.
     """
     try:
-        asked(["scontrol", "requeue", job])
+        run_command(["scontrol", "requeue", job])
     except (SpecError, MissingError):  # requeue is not allowed, or the job is already ending
         return False
     return True
@@ -192,7 +192,7 @@ def ask_to_leave(job: int) -> None:
 
 def _lenient(command: Sequence[str]) -> None:
     try:
-        asked(command)
+        run_command(command)
     except MissingError:
         return
 
@@ -247,13 +247,13 @@ def _accounted(chosen: Sequence[str]) -> list[BatchJob]:
     command += [*chosen, "--starttime=now-30days", "--endtime=now+1days", f"--state={','.join(ENDED)}"]
     command.append(f"--format={','.join(_SACCT)}")
     try:
-        output = asked(command)
+        output = run_command(command)
     except (ClusterUnreachableError, MissingError):
         return []
     except SpecError as error:
         message = error.problems[0].message
         if not _NO_ACCOUNTING.search(message):
-            _say_refused(message)
+            _warn_sacct_refused(message)
         return []
     jobs = []
     for line in output.splitlines():
@@ -281,8 +281,8 @@ def _accounted(chosen: Sequence[str]) -> list[BatchJob]:
 
 
 @cache  # once, and not at every poll of a command that follows a run
-def _say_refused(said: str) -> None:
-    log.warning("what Slurm's controller has forgotten is missing here: sacct refuses to tell it: %s", said)
+def _warn_sacct_refused(message: str) -> None:
+    log.warning("jobs that Slurm's controller has forgotten are missing here: sacct refuses access: %s", message)
 
 
 def _number(word: str) -> int | None:
@@ -302,7 +302,7 @@ def _seconds(elapsed: str) -> float:
     return float(total + 86_400 * int(days if days.isdecimal() else 0))
 
 
-def asked(command: Sequence[str], given: str = "") -> str:
+def run_command(command: Sequence[str], given: str = "") -> str:
     """Run a Slurm command. Returns its output. Raises MissingError, ClusterUnreachableError and SpecError (see the
     module).
     """

@@ -102,7 +102,9 @@ class Chain:
             return f"0-{tasks - 1}"
         if not self.request.trials or not STEPS[step].per_trial:
             return ""
-        return f"1-{len(self.request.trials)}" + (f"%{self.request.at_once}" if self.request.at_once else "")
+        return f"1-{len(self.request.trials)}" + (
+            f"%{self.request.concurrent_trials}" if self.request.concurrent_trials else ""
+        )
 
     def write(self) -> None:
         """Create the folder with the spec and the trials of a sweep."""
@@ -217,7 +219,7 @@ def _options(chain: Chain, step: Step, made: Mapping[str, int]) -> Iterator[str]
         yield f"array={array}"
     # Slurm replaces %j and similar in the whole path, and %% by %.
     yield f"output={str(chain.folder).replace('%', '%%')}/{step.name}-{'%A_%a' if array else '%j'}.log"
-    yield "open-mode=append"  # a job that comes back goes on in its log
+    yield "open-mode=append"  # a requeued job continues in its log
     yield "requeue"
     yield "kill-on-invalid-dep=yes"
     yield f"dependency={_dependency(chain, step.name, made)}"

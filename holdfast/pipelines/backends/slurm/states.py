@@ -15,7 +15,7 @@ NOT_KNOWN = "is not known to have begun, and Slurm has forgotten it"
 _IN_WORDS = {
     "TIMEOUT": "reached its time limit",
     "NODE_FAIL": "its node went down",
-    "OUT_OF_MEMORY": "used more memory than it had asked for",
+    "OUT_OF_MEMORY": "used more memory than it had requested",
     "PREEMPTED": "gave way to another job",
     "DEADLINE": "could not end before its deadline",
     "BOOT_FAIL": "its node did not boot",
@@ -48,7 +48,7 @@ def state_of(job: BatchJob) -> str:
     return CANCELED if is_canceled else FAILED
 
 
-def said_of(job: BatchJob, outcome: Outcome | None = None) -> str:
+def message_of(job: BatchJob, outcome: Outcome | None = None) -> str:
     """The message for a person about a job, in addition to its state; empty if none."""
     state, parts = state_of(job), []
     if state == PENDING:
@@ -78,7 +78,7 @@ def step_of(step: str, job: BatchJob, outcome: Outcome | None) -> StepStatus:
     state = state_of(job)
     if state == SUCCEEDED and outcome and outcome.result.startswith(f"{SKIPPED}:"):
         return StepStatus(step, SKIPPED.upper(), job.seconds, outcome.result.partition(": ")[2], (job.called,), 0)
-    return StepStatus(step, state, job.seconds, said_of(job, outcome), (job.called,), _code_of(job, outcome))
+    return StepStatus(step, state, job.seconds, message_of(job, outcome), (job.called,), _code_of(job, outcome))
 
 
 def _code_of(job: BatchJob, outcome: Outcome | None) -> int | None:
@@ -102,10 +102,10 @@ def trials_of(step: str, job: BatchJob, outcomes: Mapping[str, Outcome]) -> Iter
         if number in tasks:
             yield step_of(name, tasks[number], outcome)
         elif outcome and outcome.ended is not None:
-            yield as_told(outcome)
+            yield status_of_outcome(outcome)
 
 
-def as_told(outcome: Outcome) -> StepStatus:
+def status_of_outcome(outcome: Outcome) -> StepStatus:
     """The status of a step, or a part of it, that Slurm has forgotten, from its outcome."""
     if outcome.ended is None:
         return StepStatus(outcome.name, FAILED, None, "did not say how it ended, and Slurm has forgotten it")
@@ -132,9 +132,9 @@ def ended_as(steps: Sequence[str], jobs: Mapping[str, BatchJob], outcomes: Mappi
     """
     for step in steps:
         if step in jobs:
-            ends = [(state_of(jobs[step]), said_of(jobs[step], outcomes.get(step)))]
+            ends = [(state_of(jobs[step]), message_of(jobs[step], outcomes.get(step)))]
         else:
-            statuses = [as_told(outcome) for outcome in outcomes.values() if outcome.step == step]
+            statuses = [status_of_outcome(outcome) for outcome in outcomes.values() if outcome.step == step]
             ends = [(status.state, status.error) for status in statuses]
             ends = ends or [(CANCELED, NOT_KNOWN)]
         for state, message in ends:

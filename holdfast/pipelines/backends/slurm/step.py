@@ -134,7 +134,7 @@ def _worked(step: str, words: Sequence[str], until: float | None) -> int:
     """
     signal.signal(signal.SIGTERM, _terminated)
     try:
-        with _asked_to_leave(until):
+        with _terminate_at(until):
             return int(run_step(step, import_module(f"holdfast.components.{step}.__main__").body, words))
     except TerminatedError as error:
         log.warning("%s: %s", step, error)
@@ -142,11 +142,11 @@ def _worked(step: str, words: Sequence[str], until: float | None) -> int:
 
 
 def _terminated(_signum: int, _frame: FrameType | None) -> None:
-    raise TerminatedError("asked to leave (SIGTERM)")
+    raise TerminatedError("stop requested (SIGTERM)")
 
 
 @contextmanager
-def _asked_to_leave(until: float | None) -> Iterator[None]:
+def _terminate_at(until: float | None) -> Iterator[None]:
     """Send SIGTERM to this process at that time, like Slurm before a limit: the ranks save and exit."""
     if until is None:
         yield
@@ -166,7 +166,7 @@ def _come_back(step: str, job: str, code: int, tries: Path, wait: Callable[[floa
     count = 0 if code == ExitCode.PREEMPTED else count + 1  # a saved checkpoint is progress
     keep(tries, str(count))
     if count > RETRY.tries:
-        log.error("%s failed %d times in a row; holdfast resume goes on", step, count)
+        log.error("%s failed %d times in a row; use holdfast resume to continue", step, count)
     elif _requeued(job, wait):
         log.info("%s goes back into the queue", step)
         wait(GOES_SECONDS)
@@ -208,7 +208,9 @@ def _parsed(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--first", type=int, help="number of the chain's first job; default: this one")
     parser.add_argument("--spec", required=True, help="the spec file")
     parser.add_argument("--store", required=True, help="root of the store")
-    parser.add_argument("--when", action="append", default=[], metavar="STEP=WORD", help="do it only if STEP said WORD")
+    parser.add_argument(
+        "--when", action="append", default=[], metavar="STEP=WORD", help="do it only if STEP's decision was WORD"
+    )
     parser.add_argument("--needs", action="append", default=[], metavar="INPUT=STEP", help="an input, and who gives it")
     parser.add_argument("--deadline", type=float, default=0.0, help="seconds that it may take since its first start")
     parser.add_argument("--tasks", type=int, default=0, help="of how many the array is that this is a task of")

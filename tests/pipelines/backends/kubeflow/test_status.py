@@ -155,14 +155,14 @@ def test_a_firing_that_found_nothing_due_skips_all_with_its_reason(kubeflow: Kub
 
 def test_a_cancelled_run_and_its_step_are_cancelled(kubeflow: KubeflowServer, store: Store) -> None:
     run = kubeflow.recorded("cancelled")
-    left(store, run, step("preprocess", "d"), step("train", code=204, reason="asked to leave: saved step 80"))
+    left(store, run, step("preprocess", "d"), step("train", code=204, reason="stop requested: saved step 80"))
     run_status = status(kubeflow, store, run)
     assert run_status.state == "CANCELED"
     assert [row[:2] for row in shown(run_status)] == [
         ("preprocess", "SUCCEEDED"), ("train", "CANCELED"), ("evaluate", "NOT_BEGUN"), ("register", "NOT_BEGUN"),
         ("notify", "SUCCEEDED"),
     ]  # fmt: skip
-    assert shown(run_status)[1][2] == "exit code 204 (preempted): asked to leave: saved step 80"
+    assert shown(run_status)[1][2] == "exit code 204 (preempted): stop requested: saved step 80"
 
 
 def test_trials_of_a_sweep_that_runs_have_one_row_each(kubeflow: KubeflowServer, store: Store) -> None:
@@ -242,7 +242,7 @@ def test_an_unreachable_cluster_is_logged_once_for_many_status_reads(
     records._warned.clear()
     for _ in range(3):
         status(kubeflow, store, run)
-    assert caplog.text.count("Kubernetes cannot be asked") == 1
+    assert caplog.text.count("Kubernetes cannot be queried") == 1
 
 
 @pytest.mark.parametrize("where", ["workflow", "pod"])

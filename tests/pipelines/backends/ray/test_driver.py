@@ -36,7 +36,7 @@ class FakeTask:
         self.was_queued: list[bool] = []
         FakeTask.made.append(self)
 
-    def go_on(self, *, queued: bool) -> str:
+    def start_if_possible(self, *, queued: bool) -> str:
         self.was_queued.append(queued)
         self.has_room = self.label in kept
         return "" if self.has_room or queued else "given up"
@@ -187,7 +187,7 @@ def test_ray_runs_every_task_again_that_was_lost_within_the_budget(
     spec = parse_spec(SPEC, (f"cluster.retries.budget={budget}",))
     for step in STEPS:
         ray_task = task.Task(step, step, spec, SPEC, [])
-        assert ray_task.go_on(queued=False) == ""
+        assert ray_task.start_if_possible(queued=False) == ""
         assert ray_task.reference == "reference"
     assert options_by_name.keys() == STEPS.keys()
     for settings in options_by_name.values():

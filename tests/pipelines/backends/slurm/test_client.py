@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.pipelines.backends.slurm import client
-from holdfast.pipelines.backends.slurm.states import said_of
+from holdfast.pipelines.backends.slurm.states import message_of
 from holdfast.spec.errors import MissingError
 
 
@@ -39,14 +39,14 @@ def test_a_machine_without_slurm_commands_gets_a_remedy(monkeypatch: pytest.Monk
 def test_a_refusal_of_sacct_is_logged_once_and_disabled_accounting_is_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, printed: str, told: bool
 ) -> None:
-    client._say_refused.cache_clear()
+    client._warn_sacct_refused.cache_clear()
     for name, script in (("squeue", "true"), ("sacct", f'echo "{printed}" >&2; exit 1')):
         (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for _ in range(2):
         assert client.jobs_of() == []
-    assert caplog.text.count("sacct refuses to tell it: " + printed) == told
+    assert caplog.text.count("sacct refuses access: " + printed) == told
 
 
 @pytest.mark.parametrize("waited_for", ["Dependency", "None"])
@@ -60,7 +60,7 @@ def test_a_job_purged_between_two_queries_is_read_from_the_accounting(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (entry,) = client.jobs_of()
     assert (entry.id, entry.comment) == (7, "tiny x-6")
-    assert said_of(entry) == "not begun: a step before it did not succeed"
+    assert message_of(entry) == "not begun: a step before it did not succeed"
 
 
 def test_the_controller_takes_precedence_over_the_accounting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

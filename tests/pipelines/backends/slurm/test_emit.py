@@ -176,7 +176,7 @@ def test_a_spec_is_never_seen_half_written(tmp_path: Any, monkeypatch: pytest.Mo
 
 def test_the_trials_of_a_sweep_are_arrays_whose_steps_wait_for_each_other_trial_by_trial() -> None:
     trials = (("training.seed=1",), ("training.seed=2",), ("training.seed=3",))
-    jobs = jobs_of(trials=trials, at_once=2)
+    jobs = jobs_of(trials=trials, concurrent_trials=2)
     assert list(jobs) == ["preprocess", "train", "evaluate", "compare", "register", "notify"]
     dependencies = {step: job["options"]["dependency"] for step, job in jobs.items()}
     assert dependencies == {

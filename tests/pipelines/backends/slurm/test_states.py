@@ -9,7 +9,7 @@ import pytest
 from holdfast.pipelines.backends.interface import ended_with
 from holdfast.pipelines.backends.slurm import client
 from holdfast.pipelines.backends.slurm.client import BatchJob
-from holdfast.pipelines.backends.slurm.states import ended_as, said_of, state_of, step_of, trials_of, whole_state
+from holdfast.pipelines.backends.slurm.states import ended_as, message_of, state_of, step_of, trials_of, whole_state
 from holdfast.steps.outcomes import Outcome
 
 
@@ -36,12 +36,12 @@ def job(state: str, reason: str = "", code: int = 0, restarts: int = 0) -> Batch
 )  # fmt: skip
 def test_the_state_of_a_job_has_a_readable_text(found: BatchJob, state: str, said: str) -> None:
     assert state_of(found) == state
-    assert said_of(found) == said
+    assert message_of(found) == said
 
 
 def test_the_message_of_a_step_follows_its_exit_code() -> None:
     outcome = Outcome("train", 1, 0.0, 1.0, 11, reason="the corpus is empty\nmore")
-    assert said_of(job("FAILED", "NonZeroExitCode", 11), outcome).endswith(": the corpus is empty")
+    assert message_of(job("FAILED", "NonZeroExitCode", 11), outcome).endswith(": the corpus is empty")
 
 
 def test_the_exit_code_of_a_run_is_that_of_the_first_step_that_did_not_succeed() -> None:
