@@ -259,9 +259,8 @@ def _clocks(ranks: Ranks) -> Iterator[Finding]:
         if least >= CLOCK_WARNS:
             direction = "ahead of" if ahead > 0 else "behind"
             text = f"its clock is at least {least:.1f} s {direction} the store's: set one of them by NTP"
-            alone = (
-                len(offsets) > 2 and abs(ahead - usual) - error >= CLOCK_FAILS
-            )  # else the store's clock may be wrong
+            # Otherwise the store's clock may be wrong.
+            alone = len(offsets) > 2 and abs(ahead - usual) - error >= CLOCK_FAILS
             yield _finding(ranks, [rank], "clock", "failed" if alone else "warned", text)
 
 

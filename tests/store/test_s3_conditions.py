@@ -142,7 +142,7 @@ def test_a_server_that_ignores_a_condition_is_refused_with_a_permanent_code(
         lambda: store.put_if_absent("claim", b"mine"),
         lambda: store.compare_and_swap("k", b"1", None),
     ):
-        with pytest.raises(StoreRefusedError, match=f"of 16 writers that {kind}.* at once, 16 won") as error:
+        with pytest.raises(StoreRefusedError, match=f"of 16 writers that {kind}.* concurrently, 16 won") as error:
             write()
         assert not error.value.exit_code.retryable
         assert error.value.exit_code != ExitCode.UNEXPECTED

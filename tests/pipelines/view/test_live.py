@@ -64,7 +64,7 @@ def test_the_live_screen_shows_accelerator_metrics_and_throttled_ranks() -> None
     text = seen(screen, 10)
     expected = (
         "accelerators: 90 % busy, 500 W each (1.00 kW), 70.0 of 80.0 GB in the fullest",
-        "the accelerator of rank 1 is held back: hot", "not told: celsius (Not Supported)",
+        "the accelerator of rank 1 is held back: hot", "not reported: celsius (Not Supported)",
     )  # fmt: skip
     for phrase in expected:
         assert phrase in text, text
