@@ -32,13 +32,12 @@ AVOIDED_ON_PAGES = (*AVOIDED, "asked", "is there", "are there")
 
 # How often the words may occur, for each folder. Lower a number when you rewrite; never raise one.
 CEILINGS: dict[str, int] = {
-    "holdfast": 0, "holdfast/api": 6, "holdfast/audit": 6, "holdfast/checkpoint": 55, "holdfast/components": 53,
-    "holdfast/corpus": 17,
-    "holdfast/dataset": 3, "holdfast/engines": 7, "holdfast/exchange": 49, "holdfast/health": 15, "holdfast/launch":
-    167, "holdfast/model": 13, "holdfast/pages": 13, "holdfast/pipelines": 286, "holdfast/planning": 15,
-    "holdfast/rank": 35, "holdfast/rendering": 1, "holdfast/runtime": 0, "holdfast/scoring": 2, "holdfast/serving":
-    14, "holdfast/simulation": 5, "holdfast/spec": 13, "holdfast/steps": 15, "holdfast/store": 25,
-    "holdfast/telemetry": 54, "holdfast/tracking": 9, "pages": 3,
+    "holdfast": 0, "holdfast/api": 0, "holdfast/audit": 0, "holdfast/checkpoint": 0, "holdfast/components": 0,
+    "holdfast/corpus": 0, "holdfast/dataset": 0, "holdfast/engines": 0, "holdfast/exchange": 0, "holdfast/health":
+    0, "holdfast/launch": 0, "holdfast/model": 0, "holdfast/pages": 0, "holdfast/pipelines": 2, "holdfast/planning":
+    0, "holdfast/rank": 0, "holdfast/rendering": 0, "holdfast/runtime": 0, "holdfast/scoring": 0,
+    "holdfast/serving": 0, "holdfast/simulation": 0, "holdfast/spec": 0, "holdfast/steps": 0, "holdfast/store": 0,
+    "holdfast/telemetry": 0, "holdfast/tracking": 0, "pages": 1,
 }  # fmt: skip
 
 MAX_WORDS = 30  # of a sentence on a page
