@@ -1,7 +1,7 @@
 """Export of a script: a folder of files in the store, with a record of their digests.
 
-A module becomes one safetensors file with whole tensors by name. The same state gives the same bytes, whoever writes
-them. Pickled files are refused: whoever loads one runs its code.
+A module becomes one safetensors file with whole tensors by name. The same state gives the same bytes, whichever rank
+writes them. Pickled files are refused, because loading one runs its code.
 """
 
 from __future__ import annotations
@@ -99,9 +99,7 @@ def _upload(folder: Path, store: Store, manifest: Manifest) -> None:
         if path.is_symlink() or not path.is_file():
             raise StateError(f"session.export: {path} is no plain file; copy its content")
         if _is_pickled(path):
-            raise StateError(
-                f"session.export: {path.name} is pickled, and whoever loads it runs its code; write safetensors"
-            )
+            raise StateError(f"session.export: {path.name} is pickled, and loading it runs its code; write safetensors")
     target = layout.export(manifest.run_id, manifest.step, manifest.state_digest)
     files: dict[str, FileRecord] = {}
     for path in paths:

@@ -1,6 +1,6 @@
 """One rank that runs a training script: `-m holdfast.script.process --code DIGEST --entry FILE ... -- ARGUMENTS`.
 
-The code is a bundle with the digest that the command line names, so whoever writes to the store cannot change what
+The code is a bundle with the digest that the command line names, so a writer to the store cannot change what
 runs. The script runs as `__main__` in the folder of the bundle's files. Its session finds the launch through
 `holdfast.script.session`.
 """
@@ -108,7 +108,7 @@ def _run(entry: Path, arguments: Sequence[str], restart_on: str) -> None:
         if error is None:
             session.finish()
             if session.left:
-                error = PreemptedError("asked to leave: saved a checkpoint; the same command goes on from there")
+                error = PreemptedError("stop requested: saved a checkpoint; the same command resumes from there")
     except BaseException as raised:
         error = raised
         raise
@@ -121,7 +121,7 @@ def _run(entry: Path, arguments: Sequence[str], restart_on: str) -> None:
 def _exit(raised: SystemExit, entry: Path) -> BaseException | None:
     """The error of a script that called `sys.exit`, or None."""
     if isinstance(raised, sessions.PreemptionExit):
-        return PreemptedError(f"asked to leave: saved step {raised.step}; the same command goes on from there")
+        return PreemptedError(f"stop requested: saved step {raised.step}; the same command resumes from there")
     if raised.code in (None, 0):
         return None
     return ScriptFailedError(f"{entry.name} ended by sys.exit({raised.code!r})")

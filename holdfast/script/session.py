@@ -64,7 +64,7 @@ UNKNOWN_STEPS = 1 << 60  # a step that no run reaches: the script does not say h
 
 
 class PreemptionExit(SystemExit):
-    """All ranks saved a checkpoint and leave, because one was asked to. `except Exception` does not catch it."""
+    """All ranks saved a checkpoint and exit, because one got a stop request. `except Exception` does not catch it."""
 
     def __init__(self, step: int) -> None:
         super().__init__(int(ExitCode.PREEMPTED))
@@ -131,7 +131,7 @@ class Session:
 
         Saves when it is due, and seeds the next step. Collective: every rank calls it after every step. Raises
         StateError for a step that is skipped or repeated, DivergedError for a `loss` that is not finite, and
-        PreemptionExit after a save if a rank was asked to leave.
+        PreemptionExit after a save if a rank got a stop request.
         """
         self._count(step)
         if step % 10 == 0 and self.rank == 0:
@@ -474,5 +474,5 @@ def session(*, seed: int | None = None, seed_rank: int | None = None) -> Session
 
 
 def current() -> Session | None:
-    """The session that the script asked for, or None."""
+    """The session that the script created, or None."""
     return _session

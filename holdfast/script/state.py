@@ -494,7 +494,7 @@ class ScriptState:
         if catalogue is None:
             return []
         if TREE not in catalogue:
-            raise StateError("the checkpoint was not saved by a script; train.script needs a run of its own")
+            raise StateError("the checkpoint was not saved by a script; train.script needs a separate run")
         self._targets[TREE] = _fresh(TREE, catalogue[TREE])
         if self._own_tree in catalogue:
             self._targets[self._own_tree] = _fresh(self._own_tree, catalogue[self._own_tree])
