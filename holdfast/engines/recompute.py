@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from holdfast.model.attention import packed  # noqa: F401 - registers an operator
+
 # Kept by `selective`: results that take long to compute relative to their size.
 _KEPT: list[Any] = [
     torch.ops.aten.mm.default,
@@ -21,10 +23,10 @@ _KEPT: list[Any] = [
     torch.ops.aten.bmm.default,
     torch.ops.aten._grouped_mm.default,
     torch.ops.aten._scaled_mm.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._flash_attention_forward.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.holdfast.packed_attention.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
 

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from holdfast.model.attention.packed import packed_attention
+from holdfast.model.attention.segments import Segments
 from holdfast.model.experts import Experts, Load, Router
 from holdfast.model.token_logprobs import CHUNK, IGNORED, token_logprobs
 from holdfast.spec.model import Model, RopeScaling
@@ -113,12 +115,21 @@ class LayerCache:
 
 
 class Attention(nn.Module):
-    """Causal self-attention in which groups of query heads share a key/value head."""
+    """Causal self-attention in which groups of query heads share a key/value head.
+
+    `window` is the number of positions that a query sees, itself included. `sinks` are one logit for each head, and
+    `scale` is the factor of the scores (see `packed_attention`).
+    """
+
+    sinks: nn.Parameter | None
 
     def __init__(self, shape: Model) -> None:
         super().__init__()
         self.head_width = shape.head_width
-        self.grouped = shape.key_value_heads != shape.heads
+        window = shape.sliding_window
+        self.window = window if window is not None and window < shape.context else None
+        self.scale: float | None = None
+        self.register_parameter("sinks", None)
         width, bias = shape.head_width, shape.attention_bias
         self.q_proj = Linear(shape.hidden, shape.heads * width, bias=bias)
         self.k_proj = Linear(shape.hidden, shape.key_value_heads * width, bias=bias)
@@ -128,23 +139,32 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(width, eps=shape.norm_epsilon) if shape.query_key_norm else None
 
     def forward(
-        self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, mask_B1TS: Tensor | None, cache: LayerCache | None
+        self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, segments: Segments, cache: LayerCache | None
     ) -> Tensor:
-        """[B, T, D] to [B, T, D]. Causal without a mask."""
+        """[B, T, D] to [B, T, D]. `cache` has the positions before these. If there are any, T is 1."""
         cos_TK, sin_TK = cos_TK.to(x_BTD.dtype), sin_TK.to(x_BTD.dtype)
         q_BHTK = rotate(self._heads(self.q_proj(x_BTD), self.q_norm), cos_TK, sin_TK)
         k_BGSK = rotate(self._heads(self.k_proj(x_BTD), self.k_norm), cos_TK, sin_TK)
         v_BGSK = self._heads(self.v_proj(x_BTD))
+        attend = self.attend
         if cache is not None:
+            attend = self._attend_one if cache.positions else self.attend
             k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
-        return self.o_proj(self.attend(q_BHTK, k_BGSK, v_BGSK, mask_B1TS).transpose(1, 2).flatten(2))
+        return self.o_proj(attend(q_BHTK, k_BGSK, v_BGSK, segments).transpose(1, 2).flatten(2))
 
-    def attend(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
+    def attend(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, segments: Segments) -> Tensor:
         """The attention output of the queries: [B, H, T, K]. Context parallelism replaces this function."""
-        causal = mask_B1TS is None and q_BHTK.shape[2] > 1  # a single token sees everything before it
-        return F.scaled_dot_product_attention(
-            q_BHTK, k_BGSK, v_BGSK, attn_mask=mask_B1TS, is_causal=causal, enable_gqa=self.grouped
-        )
+        return packed_attention(q_BHTK, k_BGSK, v_BGSK, segments, self.window, self.sinks, self.scale)
+
+    def _attend_one(self, q_BH1K: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, _: Segments) -> Tensor:
+        """The same for one token after cached ones, which sees all of them in its window."""
+        if self.window is not None:
+            k_BGSK, v_BGSK = k_BGSK[:, :, -self.window :], v_BGSK[:, :, -self.window :]
+        rows, keys = len(k_BGSK), k_BGSK.shape[2]
+        if self.sinks is None:
+            return F.scaled_dot_product_attention(q_BH1K, k_BGSK, v_BGSK, scale=self.scale, enable_gqa=True)
+        segments = Segments(tuple(range(rows + 1)), tuple(range(0, rows * keys + 1, keys)))
+        return packed_attention(q_BH1K, k_BGSK, v_BGSK, segments, None, self.sinks, self.scale)
 
     def _heads(self, x_BTD: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
         x_BTHK = x_BTD.unflatten(2, (-1, self.head_width))
@@ -211,11 +231,11 @@ class Layer(nn.Module):
         x_BTD: Tensor,
         cos_TK: Tensor,
         sin_TK: Tensor,
-        mask_B1TS: Tensor | None = None,
+        segments: Segments,
         cache: LayerCache | None = None,
     ) -> tuple[Tensor, Load | None]:
         """The residual stream [B, T, D] after this layer, and the load of its experts, or None."""
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TK, sin_TK, mask_B1TS, cache)
+        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TK, sin_TK, segments, cache)
         output, load = self.mlp(self.post_attention_layernorm(x_BTD)), None
         if isinstance(self.mlp, Mixture):
             output, load = output
@@ -246,6 +266,7 @@ class Decoder(nn.Module):
         self.stops: tuple[int, ...] = ()  # tokens that end generation, in addition to `end_of_text`
         self.positions_T: Tensor | None = None  # the positions of each sequence on this rank; None: all
         self.loss_chunk = CHUNK  # tokens whose logits exist at a time in the loss
+        self.local_segments: Callable[[Segments], Any] = lambda segments: segments  # what attention on this rank takes
         self.add_up: Callable[[Tensor], Tensor] | None = None  # sums counts over the ranks with the other positions
         self.model = Trunk(shape, vocabulary)
         self.lm_head = None if shape.tie_embeddings else Linear(shape.hidden, vocabulary, bias=False)
@@ -273,14 +294,14 @@ class Decoder(nn.Module):
         self,
         tokens_BT: Tensor,
         targets_BT: Tensor | None = None,
-        document_BT: Tensor | None = None,
+        segments: Segments | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
         cache: list[LayerCache] | None = None,
     ) -> Tensor:
         """Logits [B, T, V]. With targets, their cross-entropy in nats, fp32, over the targets that are not IGNORED:
         the mean, the sum, or each of [B, T] (`reduction`), without the logits of all tokens. See `hidden` for the
         remaining parameters."""
-        x_BTD, unevenness_B = self._hidden(tokens_BT, document_BT, cache)
+        x_BTD, unevenness_B = self._hidden(tokens_BT, segments, cache)
         return self.head(x_BTD) if targets_BT is None else self.loss(x_BTD, targets_BT, reduction, unevenness_B)
 
     def loss(
@@ -328,20 +349,20 @@ class Decoder(nn.Module):
         return self.shape.routing.coefficient * (unevenness_B * counted_B)
 
     def hidden(
-        self, tokens_BT: Tensor, document_BT: Tensor | None = None, cache: list[LayerCache] | None = None
+        self, tokens_BT: Tensor, segments: Segments | None = None, cache: list[LayerCache] | None = None
     ) -> Tensor:
         """The input of the head: [B, T, D].
 
-        `document_BT` (see `document_ids`) keeps attention inside a document. Positions remain those of the sequence,
-        because rotary attention depends only on their differences. `document_BT` covers whole sequences, even if this
-        rank has only their positions `positions_T`. `attend` then gathers keys and values. `cache` (one per layer, see
-        `generate`) holds the positions before `tokens_BT`. If it is not empty, T is 1. Raises ValueError if all
-        positions do not fit into `shape.context`.
+        `segments` keep attention inside a document. By default a sequence is one document. Positions remain those of
+        the sequence, because rotary attention depends only on their differences. `segments` cover whole sequences, even
+        if this rank has only their positions `positions_T`. `attend` then gathers keys and values. `cache` (one per
+        layer, see `generate`) holds the positions before `tokens_BT`. If it is not empty, T is 1. Raises ValueError if
+        all positions do not fit into `shape.context`.
         """
-        return self._hidden(tokens_BT, document_BT, cache)[0]
+        return self._hidden(tokens_BT, segments, cache)[0]
 
     def _hidden(
-        self, tokens_BT: Tensor, document_BT: Tensor | None, cache: list[LayerCache] | None
+        self, tokens_BT: Tensor, segments: Segments | None, cache: list[LayerCache] | None
     ) -> tuple[Tensor, Tensor | None]:
         start = cache[0].positions if cache else 0
         end = start + tokens_BT.shape[1]
@@ -350,7 +371,7 @@ class Decoder(nn.Module):
                 f"{end - start} tokens after {start} cached positions in a context of {self.shape.context}; "
                 "cut the sequence, and after a cache give one token at a time"
             )
-        x_BTD, unevenness_B = self.through(self.model.embed_tokens(tokens_BT), start, end, document_BT, cache)
+        x_BTD, unevenness_B = self.through(self.model.embed_tokens(tokens_BT), start, end, segments, cache)
         return self.model.norm(x_BTD), unevenness_B
 
     def through(
@@ -358,7 +379,7 @@ class Decoder(nn.Module):
         x_BTD: Tensor,
         start: int,
         end: int,
-        document_BT: Tensor | None = None,
+        segments: Segments | None = None,
         cache: list[LayerCache] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream of the positions [start, end) after the local layers, and the unevenness of their
@@ -367,31 +388,17 @@ class Decoder(nn.Module):
         if self.positions_T is not None:
             positions, end = self.positions_T, self.shape.context
         cos_TK, sin_TK = self.cos_TK[positions], self.sin_TK[positions]
-        mask_B1TS = self._mask(positions, end, document_BT, x_BTD.device)
+        if segments is None:
+            segments = Segments.of_rows(len(x_BTD), end - start)
+        segments = self.local_segments(segments)
         unevenness_B = None
         for index, layer in enumerate(self.model.layers):
             if layer is not None:
-                x_BTD, load = layer(x_BTD, cos_TK, sin_TK, mask_B1TS, cache[index] if cache else None)
+                x_BTD, load = layer(x_BTD, cos_TK, sin_TK, segments, cache[index] if cache else None)
                 if self.training and isinstance(layer.mlp, Mixture):
                     layer.mlp.gate.count(load)  # not within the layer, which may be computed twice
                     unevenness_B = load.unevenness_B if unevenness_B is None else unevenness_B + load.unevenness_B
         return x_BTD, unevenness_B
-
-    def _mask(self, here: slice | Tensor, end: int, document_BS: Tensor | None, device: torch.device) -> Tensor | None:
-        """Which of the positions before `end` the positions `here` see. None: all up to themselves."""
-        window = self.shape.sliding_window
-        if window is not None and end <= window:
-            window = None
-        if document_BS is None and window is None:
-            return None
-        position_S = torch.arange(end, device=device)
-        back_TS = position_S[here, None] - position_S
-        mask_B1TS = (back_TS >= 0)[None, None]
-        if window is not None:
-            mask_B1TS = mask_B1TS & (back_TS < window)
-        if document_BS is not None:
-            mask_B1TS = mask_B1TS & (document_BS[:, None, here, None] == document_BS[:, None, None, :])
-        return mask_B1TS
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Logits [B, T, V] from the output of `hidden`. Positions are independent, so they may come in parts."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
+from holdfast.model.attention.segments import Segments
 from holdfast.model.decoder import numbered
 from holdfast.model.token_logprobs import IGNORED
 
@@ -19,15 +20,24 @@ class MicroBatch(NamedTuple):
     tokens: Tensor  # [B, T]
     targets: Tensor  # [B, T], IGNORED where a target has no loss
     documents: Tensor | None  # [B, T]: the number of each token's document in its row; None without masks
+    segments: Segments  # the documents of whole rows, for attention; each row is one without masks
 
 
-def micro_batches(rows: Tensor, size: int, end_of_text: int | None) -> Iterator[MicroBatch]:
-    """`size` rows at a time, with documents if `end_of_text` is given. `rows` are [rows, context + 1] ids with their
-    marks (see `dataset.vocabulary`). A document ends with the token `end_of_text`, or at a mark."""
+def micro_batches(rows: Tensor, size: int, end_of_text: int | None, device: torch.device) -> Iterator[MicroBatch]:
+    """`size` rows at a time on a device, with documents if `end_of_text` is given. `rows` are [rows, context + 1] ids
+    on the CPU with their marks (see `dataset.vocabulary`). A document ends with the token `end_of_text`, or at a
+    mark."""
     for part in rows.split(size):
-        tokens, targets = part[:, :-1] & ID, part[:, 1:]
-        targets = torch.where(targets & UNCOUNTED != 0, IGNORED, targets & ID)
-        documents = None
+        documents, segments = None, Segments.of_rows(len(part), part.shape[1] - 1)
         if end_of_text is not None:
-            documents = numbered((part[:, :-1] & ENDS != 0) | (tokens == end_of_text))
-        yield MicroBatch(tokens, targets, documents)
+            numbers = _documents(part, end_of_text)
+            segments, documents = Segments.of_documents(numbers), numbers.to(device, non_blocking=True)
+        here = part.to(device, non_blocking=True)
+        tokens, targets = here[:, :-1] & ID, here[:, 1:]
+        targets = torch.where(targets & UNCOUNTED != 0, IGNORED, targets & ID)
+        yield MicroBatch(tokens, targets, documents, segments)
+
+
+def _documents(rows: Tensor, end_of_text: int) -> Tensor:
+    inputs = rows[:, :-1]
+    return numbered((inputs & ENDS != 0) | (inputs & ID == end_of_text))

@@ -25,5 +25,5 @@ class NextToken:
 
     def loss_sum(self, policy: nn.Module, reference: TokenLosses | None, batch: MicroBatch) -> Tensor:  # noqa: ARG002
         """See Objective."""
-        loss: Tensor = policy(*batch, reduction="sum")
+        loss: Tensor = policy(batch.tokens, batch.targets, batch.segments, reduction="sum")
         return loss

@@ -39,7 +39,7 @@ class DirectPreference:
         assert reference is not None
         assert batch.documents is not None, "the spec requires data.document_masks for pairs"
         before = reference(batch)
-        losses = policy(*batch, reduction="none")
+        losses = policy(batch.tokens, batch.targets, batch.segments, reduction="none")
         return preference_loss(losses, before, batch.targets, batch.documents, self._beta)
 
 

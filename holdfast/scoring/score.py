@@ -17,7 +17,8 @@ from torch import Tensor
 
 from holdfast.corpus.encode import load_tokenizer, settled
 from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
-from holdfast.model.decoder import Decoder, document_ids, numbered
+from holdfast.model.attention.segments import Segments
+from holdfast.model.decoder import Decoder, numbered
 from holdfast.model.token_logprobs import CHUNK, token_logprobs
 from holdfast.scoring.verdict import Measured
 from holdfast.spec.errors import DataError
@@ -56,12 +57,13 @@ def score(
         inputs, targets = (
             torch.from_numpy(np.ascontiguousarray(part & ID)).to(device) for part in (row[:, :-1], row[:, 1:])
         )
-        masks = None
+        ends = None
         if document_masks and marked:
-            masks = numbered(torch.from_numpy((row[:, :-1] & ENDS) != 0).to(device))
+            ends = (row[:, :-1] & ENDS) != 0
         elif document_masks and decoder.end_of_text is not None:
-            masks = document_ids(inputs, decoder.end_of_text)
-        losses = _losses(decoder, inputs, targets, masks).double().cpu()
+            ends = row[:, :-1] == decoder.end_of_text
+        segments = None if ends is None else Segments.of_documents(numbered(torch.from_numpy(ends)))
+        losses = _losses(decoder, inputs, targets, segments).double().cpu()
         nats += float(losses[torch.from_numpy(is_counted).flatten()].sum())
         tokens += int(is_counted.sum())
         text_bytes += int(token_bytes[(row[:, 1:] & ID)[is_counted]].sum())
@@ -87,14 +89,14 @@ def _affordable(batch: Tokens, decoder: Decoder) -> Iterator[Tokens]:
     return (batch[start : start + rows] for start in range(0, len(batch), rows))
 
 
-def _losses(decoder: Decoder, inputs: Tensor, targets: Tensor, masks: Tensor | None) -> Tensor:
+def _losses(decoder: Decoder, inputs: Tensor, targets: Tensor, segments: Segments | None) -> Tensor:
     """The cross-entropy of each target, in nats, fp32. LOGITS_BYTES limits the positions of a chunk.
 
     The chunk depends on the vocabulary alone. Another size would change the last bits, because matrix products of
     another height sum in another order.
     """
     chunk = max(1, min(CHUNK, LOGITS_BYTES // (4 * decoder.vocabulary)))
-    return -token_logprobs(decoder.hidden(inputs, masks), decoder.head_weight, targets, chunk=chunk).flatten()
+    return -token_logprobs(decoder.hidden(inputs, segments), decoder.head_weight, targets, chunk=chunk).flatten()
 
 
 def rewindow(rows: Iterable[Tokens], context: int) -> Iterator[Tokens]:

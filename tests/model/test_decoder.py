@@ -5,11 +5,16 @@ import hashlib
 import pytest
 import torch
 
+from holdfast.model.attention.segments import Segments
 from holdfast.model.decoder import Decoder, LayerCache, document_ids
 from holdfast.model.initialise import initialise
 from tests.model.tiny_model import decoder, shape
 
 TOKENS = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))
+
+
+def documents_of(tokens: torch.Tensor, end: int = 0) -> Segments:
+    return Segments.of_documents(document_ids(tokens, end))
 
 
 def bits(tensor: torch.Tensor) -> str:
@@ -64,11 +69,13 @@ def test_document_masks_hide_other_documents_and_only_them() -> None:
     tokens[:, 11] = 0
     changed = tokens.clone()
     changed[:, :11] = 9
-    masked, masked_changed = (built(t, document_BT=document_ids(t, 0)) for t in (tokens, changed))
+    masked, masked_changed = (built(t, segments=documents_of(t)) for t in (tokens, changed))
     assert torch.equal(masked[:, 12:], masked_changed[:, 12:])
     assert not torch.equal(masked[:, 11], masked_changed[:, 11]), "the end-of-text token sees its own document"
     one_document = torch.zeros_like(tokens)
-    assert (built(tokens, document_BT=one_document) - built(tokens)).abs().max() < 1e-5, "one document is plain causal"
+    assert (built(tokens, segments=Segments.of_documents(one_document)) - built(tokens)).abs().max() < 1e-5, (
+        "one document is plain causal"
+    )
 
 
 def test_a_document_scores_the_same_at_any_position_of_the_sequence() -> None:
@@ -76,7 +83,7 @@ def test_a_document_scores_the_same_at_any_position_of_the_sequence() -> None:
     tokens = TOKENS.clone().clamp(min=1)
     tokens[:, 11] = 0
     alone = built(tokens[:, 12:])
-    packed = built(tokens, document_BT=document_ids(tokens, 0))[:, 12:]
+    packed = built(tokens, segments=documents_of(tokens))[:, 12:]
     assert (alone - packed).abs().max() < 1e-4, "rotary attention sees only differences of positions"
 
 
@@ -97,7 +104,7 @@ def test_forward_and_backward_give_the_same_bits_twice_under_deterministic_algor
         digests = set()
         for _ in range(3):
             built = decoder(shape(kv_heads=2))
-            loss = built(TOKENS, TOKENS.roll(-1, 1), document_ids(TOKENS, 3) if masks else None)
+            loss = built(TOKENS, TOKENS.roll(-1, 1), documents_of(TOKENS, 3) if masks else None)
             loss.backward()
             digests.add(bits(torch.cat([p.grad.flatten() for p in built.parameters()] + [loss[None]])))
     finally:
@@ -120,5 +127,5 @@ def test_more_tokens_than_the_context_are_refused() -> None:
 
 @pytest.mark.slow
 def test_the_decoder_compiles_into_one_graph() -> None:
-    report = torch._dynamo.explain(decoder(shape(kv_heads=2)))(TOKENS, TOKENS, document_ids(TOKENS, 3))
+    report = torch._dynamo.explain(decoder(shape(kv_heads=2)))(TOKENS, TOKENS, documents_of(TOKENS, 3))
     assert report.graph_count == 1, report.break_reasons

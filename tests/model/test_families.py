@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from holdfast.model.attention.segments import Segments
 from holdfast.model.decoder import Decoder, LayerCache, document_ids
 from holdfast.model.hugging_face import load_exported, read_hugging_face, require_fit
 from holdfast.model.initialise import flops_per_token, initial_tensor, parameter_shapes
@@ -186,8 +187,8 @@ def test_a_window_hides_what_lies_before_it_with_documents_and_in_generation() -
     logits, other = built(tokens), built(changed)
     assert torch.equal(logits[:, 18:], other[:, 18:]), "token 18 sees 12 to 18"
     assert not torch.equal(logits[:, 17], other[:, 17])
-    one_document = document_ids(tokens.clamp(min=1), 0)
-    assert (built(tokens, document_BT=one_document) - logits).abs().max() < 1e-5
+    one_document = Segments.of_documents(document_ids(tokens.clamp(min=1), 0))
+    assert (built(tokens, segments=one_document) - logits).abs().max() < 1e-5
     cache = [LayerCache()]
     cached_logits = [built(tokens[:, :10], cache=cache)] + [
         built(tokens[:, at : at + 1], cache=cache) for at in range(10, 32)

@@ -19,6 +19,7 @@ from holdfast.dataset.vocabulary import ID, UNCOUNTED
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine
 from holdfast.engines.torch.compression import largest
+from holdfast.model.attention.segments import Segments
 from holdfast.model.decoder import Decoder, document_ids
 from holdfast.model.initialise import initialise
 from holdfast.model.token_logprobs import IGNORED
@@ -206,7 +207,7 @@ def _plain_step(
     count = (rows[:, 1:] & UNCOUNTED == 0).sum().float()
     parts = [_pairs(part) for part in rows.chunk(size)[rank].split(spec.training.micro_batch)]
     for number, (tokens, targets) in enumerate(parts, 1):
-        documents = document_ids(tokens, 0) if spec.data.document_masks else None
+        documents = Segments.of_documents(document_ids(tokens, 0)) if spec.data.document_masks else None
         alone = number < len(parts) and isinstance(replica, DistributedDataParallel)
         with replica.no_sync() if alone else nullcontext():
             loss = replica(tokens, targets, documents, reduction="sum")

@@ -37,12 +37,12 @@ def test_the_loss_is_that_of_transformers_on_each_conversation_alone(tmp_path) -
     for tokens, counted in zip((FIRST, SECOND), COUNTED, strict=True):
         labels = torch.tensor([[token if place in counted else IGNORED for place, token in enumerate(tokens)]])
         expected += float(theirs(torch.tensor([tokens]), labels=labels).loss) * len(counted)
-    ((tokens, targets, documents),) = micro_batches(row(), 1, NO_TOKEN)
+    ((tokens, targets, documents, segments),) = micro_batches(row(), 1, NO_TOKEN, torch.device("cpu"))
     assert documents is not None
     assert tokens.tolist() == [FIRST + SECOND]
     assert documents.tolist() == [[0] * 5 + [1] * 4]
     assert count_terms(NextToken(), row()) == 4
-    assert abs(float(ours(tokens, targets, documents, reduction="sum")) - expected) < 1e-4
+    assert abs(float(ours(tokens, targets, segments, reduction="sum")) - expected) < 1e-4
     measured = score(ours, [row().numpy()], np.ones(300, dtype=np.int64), document_masks=True)
     assert abs(measured.loss - expected / 4) < 1e-4
     assert (measured.tokens, measured.text_bytes) == (4, 4)
@@ -50,8 +50,9 @@ def test_the_loss_is_that_of_transformers_on_each_conversation_alone(tmp_path) -
 
 def test_rows_of_text_have_no_marks_and_all_of_them_counts() -> None:
     rows = torch.tensor([[*FIRST, *SECOND]])
-    ((tokens, targets, documents),) = micro_batches(rows, 1, 0)
+    ((tokens, targets, documents, segments),) = micro_batches(rows, 1, 0, torch.device("cpu"))
     assert documents is not None
     assert (tokens.tolist(), targets.tolist()) == (rows[:, :-1].tolist(), rows[:, 1:].tolist())
     assert documents.tolist() == [[0, 0, 1, 1, 1, 1, 1, 1]]
+    assert segments.queries == (0, 2, 8)
     assert count_terms(NextToken(), rows) == 8

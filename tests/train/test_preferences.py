@@ -148,7 +148,7 @@ def test_the_loss_is_the_sum_over_the_pairs_of_the_paper_and_what_is_no_pair_add
     torch.manual_seed(3)
     pairs = 0
     for rows in (global_batch(0), global_batch(1)[:1], torch.full((2, CONTEXT + 1), FILLER)):
-        ((_, targets, documents),) = micro_batches(rows, len(rows), -1)
+        ((_, targets, documents, _),) = micro_batches(rows, len(rows), -1, torch.device("cpu"))
         assert documents is not None
         losses, before = (torch.rand(targets.shape) * 3 * (targets != IGNORED) for _ in range(2))
         expected, count = 0.0, 0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from holdfast.dataset.vocabulary import ID, UNCOUNTED
+from holdfast.model.attention.segments import Segments
 from holdfast.model.decoder import Decoder, document_ids
 from holdfast.model.initialise import initialise
 from holdfast.model.token_logprobs import IGNORED
@@ -58,7 +59,7 @@ def reference(*overrides: str, ignored: bool = True, micro_batch: int = 8, dtype
         for part in rows.split(micro_batch):
             tokens, targets = part[:, :-1] & ID, part[:, 1:].clone()
             targets[targets & UNCOUNTED != 0] = IGNORED
-            documents = document_ids(tokens, END) if spec.data.document_masks else None
+            documents = Segments.of_documents(document_ids(tokens, END)) if spec.data.document_masks else None
             with torch.autocast("cpu", torch.float16, enabled=half):
                 loss = decoder(tokens, targets, documents, reduction="sum")
             scaler.scale(loss * (1 / count)).backward()

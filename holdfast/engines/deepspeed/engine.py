@@ -113,11 +113,10 @@ class DeepSpeedEngine:
         hold the update back."""
         for group in self._optimizer.param_groups:
             group["lr"] = learning_rate
-        rows = rows.to(self._device, non_blocking=True)
-        count = count_terms(self._objective, rows)
+        count = count_terms(self._objective, rows.to(self._device, non_blocking=True))
         share = self._world / count  # DeepSpeed averages gradients over the ranks
         total = torch.zeros((), device=self._device)
-        for batch in micro_batches(rows, self._spec.training.micro_batch, self._end_of_text):
+        for batch in micro_batches(rows, self._spec.training.micro_batch, self._end_of_text, self._device):
             phases.enter("forward")
             loss = self._objective.loss_sum(self._engine, None, batch)
             phases.enter("backward")

@@ -38,7 +38,7 @@ class Accumulation(Protocol):
 
     def run(self, rows: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over all `counted` terms of the global batch, of which `rows` are
-        this rank's, on its device. Returns that loss. A collective call."""
+        this rank's, on the CPU. Returns that loss. A collective call."""
 
     def warm_up_rows(self) -> int:
         """The number of rows for a pass that uses all that a step uses."""
@@ -64,7 +64,7 @@ class ReferenceModel:
     def __call__(self, batch: MicroBatch) -> torch.Tensor:
         """See `TokenLosses`."""
         with torch.no_grad(), without_adapters(self.module):
-            losses: torch.Tensor = self.module(*batch, reduction="none")
+            losses: torch.Tensor = self.module(batch.tokens, batch.targets, batch.segments, reduction="none")
         return losses
 
 
@@ -90,13 +90,14 @@ class Micro:
     settings: MicroSettings
 
     def batches(self, rows: torch.Tensor, size: int | None = None) -> Iterator[MicroBatch]:
-        """Inputs and targets of this rank's sequence shard, and the document ids of whole sequences."""
+        """Inputs and targets of this rank's sequence shard, and the documents of whole sequences. `rows` are on the
+        CPU."""
         shard = self.settings.sequence
-        for batch in micro_batches(rows, size or self.settings.size, self.settings.end_of_text):
+        for batch in micro_batches(rows, size or self.settings.size, self.settings.end_of_text, self.topology.device):
             if shard is None:
                 yield batch
             else:
-                yield MicroBatch(shard.of_each(batch.tokens), shard.of_each(batch.targets), batch.documents)
+                yield batch._replace(tokens=shard.of_each(batch.tokens), targets=shard.of_each(batch.targets))
 
     def upscaled(self, share: torch.Tensor) -> torch.Tensor:
         """Multiply `share` by the loss scale in fp16."""
@@ -172,7 +173,7 @@ class PipelineStages:
         (batch,) = self.micro.batches(rows, len(rows))
         phases.enter("pipeline")
         share = self.micro.upscaled(mesh.averaged / counted)
-        total = self.pipeline.forward_backward(*batch, share)
+        total = self.pipeline.forward_backward(batch.tokens, batch.targets, batch.segments, share)
         phases.enter("communication")
         if self.tied is not None:
             self.tied.add_up(self.parameters.named())
@@ -198,7 +199,7 @@ class ElasticReplicas:
         """See Accumulation."""
         grid = self.grid()
         self.sums.begin_step(grid)
-        losses, share = torch.zeros(grid.grains, device=rows.device), self.micro.upscaled(1 / counted)
+        losses, share = torch.zeros(grid.grains, device=counted.device), self.micro.upscaled(1 / counted)
         for grain, batch in zip(grid.share(self.rank), self.micro.batches(rows), strict=True):
             losses[grain] = self.micro.compute(batch, share)
             self.sums.take()
@@ -228,7 +229,7 @@ class ElasticShards:
     def run(self, rows: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
         """See Accumulation."""
         grid = self.grid()
-        losses, share = torch.zeros(grid.rounds * grid.ranks, device=rows.device), self.micro.upscaled(1 / counted)
+        losses, share = torch.zeros(grid.rounds * grid.ranks, device=counted.device), self.micro.upscaled(1 / counted)
         batches = list(self.micro.batches(rows))
         for number in range(grid.rounds):
             self.clear_gradients()  # only the last round leaves gradients

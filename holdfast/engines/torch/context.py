@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from holdfast.engines.mesh import Mesh
-from holdfast.model.decoder import Decoder, Mixture
+from holdfast.model.attention.packed import packed_attention
+from holdfast.model.attention.segments import Segments
+from holdfast.model.decoder import Attention, Decoder, Mixture
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class SequenceShard:
     ranks: int
     positions: Tensor  # [T]
     group: dist.ProcessGroup
+    length: int  # of a whole sequence
 
     @classmethod
     def of(cls, mesh: Mesh, rank: int, length: int, device: torch.device) -> SequenceShard | None:
@@ -43,11 +44,35 @@ class SequenceShard:
         group, _ = dist.new_subgroups_by_enumeration(mesh.context_groups())
         place = mesh.context_rank(rank)
         chunks = torch.arange(length, device=device).chunk(2 * mesh.context)
-        return cls(place, mesh.context, torch.cat((chunks[place], chunks[-1 - place])), group)
+        return cls(place, mesh.context, torch.cat((chunks[place], chunks[-1 - place])), group, length)
 
     def of_each(self, rows_BS: Tensor) -> Tensor:
         """This rank's part of each row."""
         return rows_BS[:, self.positions]
+
+    def local_segments(self, segments: Segments) -> tuple[Segments, Segments]:
+        """The segments of this rank's two chunks, of those of whole sequences."""
+        return self._of_chunk(segments, self.rank), self._of_chunk(segments, 2 * self.ranks - 1 - self.rank)
+
+    def _of_chunk(self, segments: Segments, chunk: int) -> Segments:
+        """The queries of one chunk of every sequence, with all keys. A segment without queries has keys that this chunk
+        does not see."""
+        size = self.length // (2 * self.ranks)
+        first, last = chunk * size, (chunk + 1) * size
+        queries, keys = [0], [0]
+        for start, count, _, _ in segments.each():
+            row, begin = divmod(start, self.length)
+            own = min(begin + count, last) - max(begin, first)
+            if own > 0:
+                if start > keys[-1]:
+                    queries.append(queries[-1])
+                    keys.append(start)
+                queries.append(queries[-1] + own)
+                keys.append(row * self.length + min(begin + count, last))
+        if keys[-1] < segments.keys[-1]:
+            queries.append(queries[-1])
+            keys.append(segments.keys[-1])
+        return Segments(tuple(queries), tuple(keys))
 
     def add_up(self, counts: Tensor) -> Tensor:
         """Sum counts over all parts of the sequences. A collective call of their ranks."""
@@ -59,10 +84,11 @@ class SequenceShard:
 def apply_context_parallel(decoder: Decoder, sequence_shard: SequenceShard) -> None:
     """Make a decoder, or a stage of it, compute this part of every sequence. Each rank keeps all weights."""
     decoder.positions_T, decoder.add_up = sequence_shard.positions, sequence_shard.add_up
+    decoder.local_segments = sequence_shard.local_segments
     for layer in decoder.model.layers:
         if layer is not None:
             attention: Any = layer.self_attn
-            attention.attend = _Attention(sequence_shard, attention.grouped)
+            attention.attend = _Attention(sequence_shard, attention)
             if isinstance(layer.mlp, Mixture):
                 layer.mlp.gate.cut(sequence_shard.ranks, sequence_shard.add_up)
 
@@ -70,25 +96,17 @@ def apply_context_parallel(decoder: Decoder, sequence_shard: SequenceShard) -> N
 class _Attention:
     """Attention of this rank's queries over the keys and values of whole sequences."""
 
-    def __init__(self, sequence_shard: SequenceShard, grouped: bool) -> None:
-        self._shard, self._grouped = sequence_shard, grouped
+    def __init__(self, sequence_shard: SequenceShard, attention: Attention) -> None:
+        self._shard, self._attention = sequence_shard, attention
 
-    def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask_B1TS: Tensor | None) -> Tensor:
-        """See `Attention.attend`."""
-        sequence_shard = self._shard
-        k_BGSK, v_BGSK = self._whole(torch.stack((k_BGTK, v_BGTK))).unbind()
-        size = q_BHTK.shape[2] // 2
-        outputs = []
-        for index, chunk in enumerate((sequence_shard.rank, 2 * sequence_shard.ranks - 1 - sequence_shard.rank)):
-            own, end = slice(index * size, (index + 1) * size), (chunk + 1) * size  # keys beyond `end` are masked
-            if mask_B1TS is not None:
-                mask = mask_B1TS[:, :, own, :end]
-            elif q_BHTK.is_cuda:
-                mask = causal_lower_right(size, end)  # for flash kernels, which take no mask
-            else:
-                mask = torch.ones(size, end, dtype=torch.bool, device=q_BHTK.device).tril(end - size)
-            arguments = q_BHTK[:, :, own], k_BGSK[:, :, :end], v_BGSK[:, :, :end]
-            outputs.append(F.scaled_dot_product_attention(*arguments, attn_mask=mask, enable_gqa=self._grouped))
+    def __call__(self, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTV: Tensor, segments: tuple[Segments, Segments]) -> Tensor:
+        """See `Attention.attend`. `segments` are those of `SequenceShard.local_segments`."""
+        layer, widths = self._attention, (k_BGTK.shape[-1], v_BGTV.shape[-1])
+        k_BGSK, v_BGSV = self._whole(torch.cat((k_BGTK, v_BGTV), dim=-1)).split(widths, dim=-1)
+        outputs = [
+            packed_attention(q_part, k_BGSK, v_BGSV, part, layer.window, layer.sinks, layer.scale)
+            for q_part, part in zip(q_BHTK.chunk(2, dim=2), segments, strict=True)
+        ]
         return torch.cat(outputs, dim=2)
 
     def _whole(self, own: Tensor) -> Tensor:

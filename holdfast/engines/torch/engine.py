@@ -264,8 +264,8 @@ class TorchEngine:
 
     def _forward_backward(self, rows: torch.Tensor) -> torch.Tensor:
         """Accumulate the gradient of the mean loss over all counted terms of the global batch. Returns that loss."""
-        rows = rows.to(self._device, non_blocking=True)
-        count = count_terms(self._objective, rows, self._mesh.counts(self._rank))
+        on_device = rows.to(self._device, non_blocking=True)
+        count = count_terms(self._objective, on_device, self._mesh.counts(self._rank))
         return self._accumulation.run(rows, count)
 
     def _norm_and_held(self, loss: torch.Tensor, judge: Judge | None) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -28,6 +28,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
 )
 
+from holdfast.model.attention.segments import Segments
 from holdfast.model.decoder import Decoder
 from holdfast.planning.schedule import split
 from holdfast.spec.model import Model
@@ -77,13 +78,13 @@ class Stage(Decoder):
             self.lm_head = None
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, targets_BT: Tensor, share_B: Tensor, document_BT: Tensor | None = None
+        self, x: Tensor, targets_BT: Tensor, share_B: Tensor, segments: Segments | None = None
     ) -> Tensor:
         """From token ids [B, T] in the first stage, else the residual stream, to the residual stream. The last stage
         returns the sum of the losses. `share_B` scales the gradient of a sequence's charge as it scales that of its
         loss."""
         x_BTD = self.model.embed_tokens(x) if self.first else x
-        x_BTD, unevenness_B = self.through(x_BTD, 0, self.shape.context, document_BT)
+        x_BTD, unevenness_B = self.through(x_BTD, 0, self.shape.context, segments)
         charge_B = self.charge(unevenness_B, targets_BT)
         if charge_B is not None:
             x_BTD = _Charged.apply(x_BTD, (charge_B * share_B).sum())
@@ -93,7 +94,17 @@ class Stage(Decoder):
 
 
 class _Stage(PipelineStage):
-    """torch's stage, with JSON instead of a pickle for the description of tensors sent to a neighbor."""
+    """torch's stage, with JSON instead of a pickle for the description of tensors sent to a neighbor.
+
+    A schedule divides tensors among micro-batches. Segments therefore arrive as the numbers of documents, on the CPU.
+    """
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of a micro-batch."""
+        return super().forward_maybe_with_nosync(*args, **_with_segments(kwargs))
+
+    def _compute_outputs(self, *args: Any, **kwargs: Any) -> Any:
+        return super()._compute_outputs(*args, **_with_segments(kwargs))
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         field = _meta_fields()[type(meta)]
@@ -103,6 +114,11 @@ class _Stage(PipelineStage):
         field, tensors = super()._recv_meta(src_stage)
         kind = next(kind for kind, name in _meta_fields().items() if name == field)
         return kind(tuple(_parse_tensor(tensor) for tensor in tensors))
+
+
+def _with_segments(arguments: dict[str, Any]) -> dict[str, Any]:
+    rest = {name: value for name, value in arguments.items() if name != "document_BT"}
+    return {**rest, "segments": Segments.of_documents(arguments["document_BT"])}
 
 
 @lru_cache
@@ -174,11 +190,10 @@ class Pipeline:
             self._schedule = _ONE[schedule](built[0], **settings)
         self._first, self._last = place == 0, place == ranks - 1
 
-    def forward_backward(self, tokens: Tensor, targets: Tensor, documents: Tensor | None, share: Tensor) -> Tensor:
+    def forward_backward(self, tokens: Tensor, targets: Tensor, segments: Segments, share: Tensor) -> Tensor:
         """Forward and backward pass of all micro-batches of a step. The gradient is that of the losses' sum times
         `share`. Returns that product, or 0 on ranks without the last stage."""
         losses: list[Tensor] = []
-        more = {} if documents is None else {"document_BT": documents}
         self._schedule.step(
             *((tokens,) if self._first else ()),
             target=targets if self._last else None,
@@ -187,7 +202,7 @@ class Pipeline:
             loss_kwargs={"share": share},
             targets_BT=targets,
             share_B=share.expand(len(targets)),
-            **more,
+            document_BT=segments.documents(len(targets)),
         )
         total = torch.zeros((), device=tokens.device)
         for loss in losses:

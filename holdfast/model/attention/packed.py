@@ -13,6 +13,7 @@ What no kernel computes is refused by name. The math kernel, which needs all sco
 # ruff: noqa: N803, N806 - shape suffixes are upper case
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,8 +42,11 @@ def packed_attention(
     A query sees itself and at most `window - 1` positions before it. `scale` is K ** -0.5 if not given. Raises
     SpecError for what no kernel computes: a `dropout` that is not 0, and a `softcap` that is not None.
     """
-    _refuse_unsupported(q_BHTK, k_BGSK, v_BGSV, segments, window, sinks_H, unsupported)
-    pattern = AttentionPattern(segments, window, q_BHTK.shape[-1] ** -0.5 if scale is None else scale)
+    if torch.is_autocast_enabled(q_BHTK.device.type):
+        narrow = torch.get_autocast_dtype(q_BHTK.device.type)
+        q_BHTK, k_BGSK, v_BGSV = q_BHTK.to(narrow), k_BGSK.to(narrow), v_BGSV.to(narrow)
+    _refuse_unsupported(q_BHTK, k_BGSK, v_BGSV, window, sinks_H, unsupported)
+    scale = q_BHTK.shape[-1] ** -0.5 if scale is None else scale
     width, value_width = q_BHTK.shape[-1], v_BGSV.shape[-1]
     common = max(width, value_width)
     if q_BHTK.is_cuda:
@@ -51,7 +55,12 @@ def packed_attention(
         q_BHTK, k_BGSK = F.pad(q_BHTK, (0, common - width)), F.pad(k_BGSK, (0, common - width))
     if common != value_width:
         v_BGSV = F.pad(v_BGSV, (0, common - value_width))
-    out_BHTV: Tensor = _PackedAttention.apply(q_BHTK, k_BGSK, v_BGSV, sinks_H, pattern)
+    out_BHTV: Tensor
+    if torch.compiler.is_compiling():
+        out_BHTV, _ = _opaque_forward(q_BHTK, k_BGSK, v_BGSV, sinks_H, segments.bounds, window, scale)
+    else:
+        pattern = AttentionPattern(segments, window, scale)
+        out_BHTV = _PackedAttention.apply(q_BHTK, k_BGSK, v_BGSV, sinks_H, pattern)
     return out_BHTV[..., :value_width]
 
 
@@ -79,6 +88,7 @@ def attention_forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, pattern: AttentionPattern
 ) -> tuple[Tensor, Tensor]:
     """The output and lse of `Kernel.forward`, both with the sinks."""
+    _require_whole_rows(q, k, pattern.segments)
     out, lse = kernel_for(q).forward(q, k, v, pattern)
     if sinks is not None:
         with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
@@ -97,6 +107,77 @@ def attention_backward(inputs: BackwardInputs, sinks: Tensor | None) -> tuple[Te
     return (*kernel_for(inputs.q).backward(inputs), d_sinks)
 
 
+_OPERANDS = "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor bounds, int? window, float scale"
+
+
+@torch.library.custom_op(
+    "holdfast::packed_attention", mutates_args=(), schema=f"({_OPERANDS}) -> (Tensor out, Tensor lse)"
+)
+def _opaque_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, bounds: Tensor, window: int | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """`attention_forward` as one operator, which a compiler does not look into. `bounds` are those of the segments."""
+    out, lse = attention_forward(q, k, v, sinks, _pattern_of(bounds, window, scale))
+    return out.contiguous(), lse.contiguous()
+
+
+@torch.library.custom_op(
+    "holdfast::packed_attention_backward",
+    mutates_args=(),
+    schema=f"(Tensor gradient, Tensor out, Tensor lse, {_OPERANDS}) -> Tensor[]",
+)
+def _opaque_backward(
+    gradient: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    bounds: Tensor,
+    window: int | None,
+    scale: float,
+) -> list[Tensor]:
+    """`attention_backward` as one operator. The gradient of the sinks comes last, if there are any."""
+    inputs = BackwardInputs(gradient, q, k, v, out, lse, _pattern_of(bounds, window, scale))
+    gradients = attention_backward(inputs, sinks)
+    return [tensor.contiguous() for tensor in gradients if tensor is not None]
+
+
+@_opaque_forward.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+
+
+@_opaque_backward.register_fake
+def _(*operands: Any) -> list[Tensor]:
+    return [tensor.new_empty(tensor.shape) for tensor in operands[3:7] if tensor is not None]
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, window, scale = inputs
+    ctx.save_for_backward(*output, *tensors)
+    ctx.options = window, scale
+    ctx.mark_non_differentiable(output[1])
+
+
+def _gradients(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    out, lse, q, k, v, sinks, bounds = ctx.saved_tensors
+    d_q, d_k, d_v, *d_sinks = _opaque_backward(gradients[0], out, lse, q, k, v, sinks, bounds, *ctx.options)
+    return d_q, d_k, d_v, d_sinks[0] if d_sinks else None, None, None, None
+
+
+_opaque_forward.register_autograd(_gradients, setup_context=_save)
+
+
+def _pattern_of(bounds: Tensor, window: int | None, scale: float) -> AttentionPattern:
+    queries, keys = bounds.tolist()
+    return AttentionPattern(_segments_of(tuple(queries), tuple(keys)), window, scale)
+
+
+_segments_of = lru_cache(maxsize=8)(Segments)  # all layers have the same, and its copy on the device
+
+
 def kernel_for(q: Tensor) -> Kernel:
     """The kernel that computes attention for these queries."""
     return flash if uses_flash(q) else tiles
@@ -111,7 +192,6 @@ def _refuse_unsupported(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    segments: Segments,
     window: int | None,
     sinks: Tensor | None,
     unsupported: dict[str, float | None],
@@ -140,17 +220,24 @@ def _refuse_unsupported(
         problems.append(Problem("attention.device", q.device.type, problem, remedy))
     if problems:
         raise SpecError(problems, "attention")
-    (batch, heads, length, k_width), (_, groups, keys, _) = q.shape, k.shape
+    (batch, heads, _, k_width), (_, groups, keys, _) = q.shape, k.shape
     agree = heads % groups == 0 and k.shape == (batch, groups, keys, k_width) and v.shape[:3] == k.shape[:3]
     if not agree or q.dtype != k.dtype or q.dtype != v.dtype or (sinks is not None and sinks.shape != (heads,)):
         shapes = ", ".join(f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in (q, k, v))
         raise ValueError(f"q, k and v do not fit together: {shapes}; give one dtype, and whole groups of heads")
+
+
+def _require_whole_rows(q: Tensor, k: Tensor, segments: Segments) -> None:
+    """Raise ValueError for segments that are not those of the batch."""
+    batch, length, keys = q.shape[0], q.shape[2], k.shape[2]
     if segments.queries[-1] != batch * length or segments.keys[-1] != batch * keys:
         bounds = segments.queries[-1], segments.keys[-1]
         raise ValueError(
             f"the segments end at {bounds} and the batch at {(batch * length, batch * keys)}; give those of the batch"
         )
     for q_start, q_count, k_start, k_count in segments.each():
+        if q_count == 0:
+            continue  # keys that no query sees, of any rows
         if q_start % length + q_count > length or k_start % keys + k_count > keys:
             raise ValueError(
                 f"the segment of {q_count} queries at {q_start} and {k_count} keys at {k_start} crosses rows of "

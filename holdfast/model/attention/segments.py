@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -21,6 +22,7 @@ class Segments:
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
+    bounds: Tensor = field(init=False, compare=False, repr=False)  # both on the CPU, [2, N + 1], for a compiled layer
     _on_device: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -33,6 +35,9 @@ class Segments:
                 f"segments with the bounds {self.queries} of queries and {self.keys} of keys; "
                 "begin both at 0, and give each segment at least as many keys as queries"
             )
+        object.__setattr__(self, "bounds", torch.tensor([self.queries, self.keys]))
+        if dynamo := sys.modules.get("torch._dynamo"):
+            dynamo.maybe_mark_dynamic(self.bounds, 1)  # one compiled layer for any number of documents
 
     @classmethod
     def of_rows(cls, rows: int, length: int, chunk: int | None = None) -> Segments:
@@ -51,6 +56,11 @@ class Segments:
         cut = [at for start, end in itertools.pairwise(edges) for at in range(start, end, chunk or end)]
         bounds = (*cut, document_BT.numel())
         return cls(bounds, bounds)
+
+    def documents(self, rows: int) -> Tensor:
+        """The number of each query's segment: [rows, T], on the CPU. The opposite of `of_documents`."""
+        lengths = self.bounds[0].diff()
+        return torch.repeat_interleave(torch.arange(len(lengths)), lengths).view(rows, -1)
 
     def each(self) -> Iterator[tuple[int, int, int, int]]:
         """First query, number of queries, first key and number of keys of each segment."""

@@ -86,7 +86,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> tuple
     lse = q.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
     masks = _TileMasks(pattern.window, q)
     for row, queries, k_row, keys, ahead in _tiles(pattern, length, k.shape[2]):
-        tile = q[row, None, :, queries], _for_heads(k, heads, k_row, keys), _for_heads(v, heads, k_row, keys)
+        tile = q[row, None, :, queries], _keys_of(k, q, k_row, keys), _keys_of(v, q, k_row, keys)
         mask = masks.of(tile[0].shape[2], tile[1].shape[2], ahead)
         if q.is_cuda:
             result = aten._scaled_dot_product_efficient_attention(
@@ -104,13 +104,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> tuple
 def backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     """See `Kernel.backward`."""
     gradient, q, k, v, out, lse, pattern = inputs
-    heads, length, groups = q.shape[1], q.shape[2], k.shape[1]
+    length, groups = q.shape[2], k.shape[1]
     d_q = torch.empty_like(q)
     d_k, d_v = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
     masks = _TileMasks(pattern.window, q)
     for row, queries, k_row, keys, ahead in _tiles(pattern, length, k.shape[2]):
         gradient_part, out_part = gradient[row, None, :, queries].contiguous(), out[row, None, :, queries]
-        tile = q[row, None, :, queries], _for_heads(k, heads, k_row, keys), _for_heads(v, heads, k_row, keys)
+        tile = q[row, None, :, queries], _keys_of(k, q, k_row, keys), _keys_of(v, q, k_row, keys)
         tile_lse = lse[row, None, :, queries]
         mask = masks.of(tile[0].shape[2], tile[1].shape[2], ahead)
         if q.is_cuda:
@@ -137,13 +137,12 @@ def backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
             )
         d_q[row, :, queries] = result[0][0]
         for total, part in ((d_k, result[1]), (d_v, result[2])):
-            for head_part in part[0].unflatten(0, (groups, heads // groups)).unbind(1):
+            for head_part in part[0].unflatten(0, (groups, -1)).unbind(1):
                 total[k_row, :, keys] += head_part
     return d_q, d_k.to(k.dtype), d_v.to(v.dtype)
 
 
-def _for_heads(x_BGSK: Tensor, heads: int, row: int, positions: slice) -> Tensor:
-    """Keys or values of a tile, for every query head: [1, H, positions, K]."""
+def _keys_of(x_BGSK: Tensor, q: Tensor, row: int, positions: slice) -> Tensor:
+    """Keys or values of a tile: [1, G, positions, K] on the CPU, whose kernel takes groups, and [1, H, ...] on CUDA."""
     tile = x_BGSK[row, None, :, positions]
-    groups = tile.shape[1]
-    return tile if groups == heads else tile.repeat_interleave(heads // groups, dim=1)
+    return tile.repeat_interleave(q.shape[1] // tile.shape[1], dim=1) if q.is_cuda else tile

@@ -69,7 +69,6 @@ def measured(spec: Spec, vocabulary: int, repetitions: int) -> StageCosts:
         layer.compile()
     shape = (training.micro_batch, model.context)
     tokens_BT = torch.randint(vocabulary, shape, device=device)  # noqa: N806
-    documents_BT = torch.zeros_like(tokens_BT) if spec.data.document_masks else None  # noqa: N806
     x_BTD = torch.randn(*shape, model.hidden, device=device, dtype=narrow).requires_grad_()  # noqa: N806
 
     def timed(forward: Callable[[], Tensor]) -> float:
@@ -78,7 +77,7 @@ def measured(spec: Spec, vocabulary: int, repetitions: int) -> StageCosts:
     return StageCosts(
         device=device_name(device),
         embedding=timed(lambda: decoder.model.embed_tokens(tokens_BT)),
-        layer=timed(lambda: decoder.through(x_BTD, 0, model.context, documents_BT)[0]),
+        layer=timed(lambda: decoder.through(x_BTD, 0, model.context)[0]),
         head=timed(lambda: decoder.loss(decoder.model.norm(x_BTD), tokens_BT, "sum")),
     )
 
