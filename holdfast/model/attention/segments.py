@@ -6,38 +6,41 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
 class Segments:
     """Where documents lie in the rows of a batch, laid end to end.
 
     Segment n has the queries [queries[n], queries[n + 1]) of the B x T queries and the keys [keys[n], keys[n + 1]) of
     the B x S keys. The queries are the last positions of the keys (context parallelism has more keys than queries).
+    Segments do not change. They are no dataclass, because FSDP2 would copy one at every layer.
     """
 
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    bounds: Tensor = field(init=False, compare=False, repr=False)  # both on the CPU, [2, N + 1], for a compiled layer
-    _on_device: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = field(
-        default_factory=dict, compare=False, repr=False
-    )
-
-    def __post_init__(self) -> None:
-        lengths = [(q, k) for _, q, _, k in self.each()] if len(self.queries) == len(self.keys) else []
-        fit = len(self.queries) == len(self.keys) and all(0 <= q <= k for q, k in lengths)
-        if not fit or self.queries[:1] != (0,) or self.keys[:1] != (0,):
+    def __init__(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
+        self.queries, self.keys = queries, keys
+        lengths = [(q, k) for _, q, _, k in self.each()] if len(queries) == len(keys) else []
+        fit = len(queries) == len(keys) and all(0 <= q <= k for q, k in lengths)
+        if not fit or queries[:1] != (0,) or keys[:1] != (0,):
             raise ValueError(
-                f"segments with the bounds {self.queries} of queries and {self.keys} of keys; "
+                f"segments with the bounds {queries} of queries and {keys} of keys; "
                 "begin both at 0, and give each segment at least as many keys as queries"
             )
-        object.__setattr__(self, "bounds", torch.tensor([self.queries, self.keys]))
+        self.bounds = torch.tensor([queries, keys])  # both, on the CPU, for a compiled layer
         if dynamo := sys.modules.get("torch._dynamo"):
             dynamo.maybe_mark_dynamic(self.bounds, 1)  # one compiled layer for any number of documents
+        self._on_device: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Segments) and (self.queries, self.keys) == (other.queries, other.keys)
+
+    def __hash__(self) -> int:
+        return hash((self.queries, self.keys))
+
+    def __repr__(self) -> str:
+        return f"Segments({self.queries}, {self.keys})"
 
     @classmethod
     def of_rows(cls, rows: int, length: int, chunk: int | None = None) -> Segments:
