@@ -7,6 +7,7 @@ botocore retries nothing. `errors` classifies failures.
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import threading
@@ -101,12 +102,21 @@ class Clients:
         return time.monotonic() - self._replaced < ROTATION_SECONDS
 
 
+@functools.cache
+def _data_loader(data_path: str | None) -> Any:
+    """Loader of botocore's descriptions of S3. A session takes 0.1 s to read them, so all sessions share one copy."""
+    from botocore.loaders import create_loader
+
+    return create_loader(data_path)
+
+
 def _connect(deadline: float) -> _Connection:
     import boto3
     import botocore.session
     from botocore.config import Config
 
     core = botocore.session.Session()
+    core.register_component("data_loader", _data_loader(core.get_config_variable("data_path")))
     session = boto3.Session(botocore_session=core)
     patience = max(1.0, min(20.0, deadline / 3))  # a silent server must leave time for another attempt
     config = Config(

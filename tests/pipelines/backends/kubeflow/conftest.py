@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from holdfast.pipelines.backends import explain
-from holdfast.pipelines.backends.kubeflow import connection, submit
+from holdfast.pipelines.backends.kubeflow import connection, schedule, submit
+from holdfast.pipelines.backends.kubeflow.compile import order_text, pipeline_text
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec import Spec, parse_spec
+from holdfast.spec.load import written_spec
 from tests.kubeflow_server import KubeflowServer
 
 SPEC = "{name: small, store: 's3://bucket/prefix', data: {sources: [{uri: 'python:stdlib'}]}}"
@@ -19,6 +22,32 @@ VARIABLES = (
     "KFP_ENDPOINT", "KF_PIPELINES_ENDPOINT", "KF_PIPELINES_UI_ENDPOINT", "KFP_NAMESPACE", "KFP_UI", "KFP_TOKEN",
     "KFP_TOKEN_FILE", "KFP_COOKIE", "KFP_HEADER", "KFP_CA_FILE", "KUBERNETES_SERVICE_HOST",
 )  # fmt: skip
+
+_TEXTS: dict[str, str] = {}  # compiled in this process; KFP takes half a second for each
+
+
+def _kept(key: object, spec: Spec, compile_text: Callable[[], str]) -> str:
+    """The text of a pipeline. Each one is compiled once. An error is not kept."""
+    whole = repr((key, spec, written_spec(spec)))
+    if whole not in _TEXTS:
+        _TEXTS[whole] = compile_text()
+    return _TEXTS[whole]
+
+
+def _order(request: RunRequest) -> str:
+    return _kept(request, request.spec, lambda: order_text(request))
+
+
+def _pipeline(spec: Spec, image: str | None = None, scheduled: bool = False) -> str:
+    return _kept((image, scheduled), spec, lambda: pipeline_text(spec, image, scheduled))
+
+
+@pytest.fixture(autouse=True)
+def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests for the same pipeline share its text. `test_compile.py` checks that equal requests give equal texts."""
+    monkeypatch.setattr(submit, "order_text", _order)
+    monkeypatch.setattr(submit, "pipeline_text", _pipeline)
+    monkeypatch.setattr(schedule, "pipeline_text", _pipeline)
 
 
 @pytest.fixture(autouse=True)
