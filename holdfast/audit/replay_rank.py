@@ -83,8 +83,8 @@ def replay(
         )
     with closing(build_engine(spec, dataset.vocabulary, dataset.separator)) as engine:
         first = cache(lambda: first_state(spec, dataset.vocabulary))
-        if frozen := engine.frozen():
-            first().fill(frozen)
+        for box in engine.frozen():
+            first().fill([box])
 
         def go_back(step: int) -> Scalars:
             scalars: Scalars = {}

@@ -6,7 +6,7 @@ save. State is exchanged as boxes with canonical names, so any engine can contin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -63,9 +63,9 @@ class Engine(Protocol):
     def boxes(self) -> Sequence[TensorBox]:
         """Every box of the state that this rank needs. The caller fills them in place and then calls `restored`."""
 
-    def frozen(self) -> Sequence[TensorBox]:
-        """Every box of untrained weights that this rank needs. They are not part of the state. The caller fills them
-        in place from the source of the weights before it restores the state."""
+    def frozen(self) -> Iterable[TensorBox]:
+        """Every box of untrained weights that this rank needs. They are not part of the state. The caller fills each in
+        place from the source of the weights before it takes the next, and before it restores the state."""
 
     def restored(self, step: int, scalars: Scalars = MappingProxyType({})) -> None:
         """Adopt the state after `step` steps, which the boxes hold now, with the scalars saved with it (none: every

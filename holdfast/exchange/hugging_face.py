@@ -12,7 +12,7 @@ from holdfast.model.config import Base
 from holdfast.model.export import ExportFile, Rows, export_files, peft_files
 from holdfast.model.hub import require_weights
 from holdfast.model.hugging_face import open_weights, require_fit
-from holdfast.model.lora import adapter_shapes, merging_rows
+from holdfast.model.lora import adapter_shapes, frozen_matrices, merging_rows, stored_rows
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.logs import log
 from holdfast.spec import Spec
@@ -49,9 +49,11 @@ def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[Ex
         require_weights(location, base.digest)
         weights = open_weights(location, cache_dir())
         require_fit(weights, spec.model, dataset.vocabulary)
-        shapes = adapter_shapes(spec.model, dataset.vocabulary, spec.training.lora)
-        adapters = peft_files(shapes, checkpoint.rows, spec.training.lora, location)
-        rows = merging_rows(weights.rows, shapes, checkpoint.tensor, spec.training.lora)
+        lora = spec.training.lora
+        shapes = adapter_shapes(spec.model, dataset.vocabulary, lora)
+        adapters = peft_files(shapes, checkpoint.rows, lora, location)
+        stored = stored_rows(weights.rows, frozen_matrices(spec.model, dataset.vocabulary, lora), lora.base)
+        rows = merging_rows(stored, shapes, checkpoint.tensor, lora)
     files = export_files(
         spec.model,
         dataset.vocabulary,

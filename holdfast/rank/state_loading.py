@@ -32,10 +32,11 @@ class StateLoader:
 
     def fill_frozen(self) -> bool:
         """Fill the weights that are not trained. Returns whether there are any."""
-        frozen = self.engine.frozen()
-        if frozen:
-            self._first.fill(frozen)
-        return bool(frozen)
+        filled = False
+        for box in self.engine.frozen():
+            self._first.fill([box])
+            filled = True
+        return filled
 
     def restore(self, checkpointer: Checkpointer) -> int:
         """Load the newest checkpoint, or the first state. Returns the step of the state. A collective call. Raises what

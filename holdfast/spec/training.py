@@ -113,6 +113,11 @@ class Lora(Section):
     targets: tuple[Adapted, ...] = Field(
         get_args(Adapted), min_length=1, description="Matrices of every layer that get an adapter."
     )
+    base: Literal["fp32", "bf16", "nf4"] = Field(
+        "fp32",
+        description="How the frozen matrices of the layers are stored: 4 bytes an element, 2, or 0.56 (NF4: 4 bits and "
+        "a scale for 64 elements). They are expanded to multiply. Embedding, head, norms and biases stay fp32.",
+    )
 
 
 class Preference(Section):

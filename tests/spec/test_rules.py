@@ -131,6 +131,8 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
      "zero1", "ddp or fsdp"),
     ("pairs in parquet", {**PAIRS, "model.init_from": "w", "data.sources.0": {"uri": "a", "format": "parquet"}},
      "data.sources.0.format", "parquet", "`rejected`"),
+    ("a base without adapters", {"training.lora.base": "nf4"}, "training.lora.base", "nf4", "rank"),
+    ("nf4 of odd widths", {**LORA, "training.lora.base": "nf4", "model.ffn": 200}, "model.ffn", 200, "multiple of 64"),
     ("adapters to nothing", {"training.lora.rank": 8}, "model.init_from", None, "name them"),
     ("scale of nothing", {"training.lora.alpha": 8}, "training.lora.alpha", 8.0, "give training.lora.rank"),
     ("adapters twice", {**LORA, "training.lora.targets": ["q_proj", "q_proj"]}, "training.lora.targets",

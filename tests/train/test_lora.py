@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +30,6 @@ from holdfast.model.lora import (
     add_adapters,
     is_adapter,
     merging_rows,
-    scale_of,
     without_adapters,
 )
 from holdfast.spec import Spec
@@ -52,14 +52,19 @@ LAYOUTS = (
     (2, ("parallel.strategy=fsdp", "training.activation_checkpointing=full")),
     (2, ("parallel.strategy=ddp", "training.determinism=elastic")),
     (2, ("parallel.strategy=fsdp", "training.determinism=elastic")),
+    (2, ("parallel.strategy=fsdp", "training.lora.base=bf16")),
+    (2, ("parallel.strategy=ddp", "training.lora.base=bf16", "training.determinism=elastic")),
 )
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights to adapt."""
+    """Weights to adapt, whose values bf16 has too."""
     folder = tmp_path_factory.mktemp("base")
     write_weights(folder / "weights", new_store(folder / "store"), seed=99)
+    file = folder / "weights" / "model.safetensors"
+    narrow = {name: tensor.bfloat16().float() for name, tensor in load_file(file).items()}
+    save_file(narrow, file, metadata={"format": "pt"})
     return folder / "weights"
 
 
@@ -263,7 +268,7 @@ def test_merged_rows_are_those_of_exact_arithmetic_however_they_are_cut(lora: Lo
         rows = merging_rows(lambda _, cut=cut: iter(weight.split(cut)), matrices, matrices.__getitem__, lora)
         assert torch.equal(torch.cat(list(rows("x.weight"))), merged.float())
         assert torch.equal(torch.cat(list(rows("y.weight"))), weight)  # has no adapter
-    trained = AdaptedLinear(Linear(9, 6, bias=False), rank, scale_of(lora)).double()
+    trained = AdaptedLinear(Linear(9, 6, bias=False), lora).double()
     for parameter, value in ((trained.weight, weight), (trained.lora_A.weight, low), (trained.lora_B.weight, high)):
         parameter.data.copy_(value)
     inputs = torch.randn(3, 9, generator=generator, dtype=torch.float64)

@@ -49,7 +49,7 @@ from holdfast.engines.torch.tied import TiedEnds
 from holdfast.engines.weights import MOMENTS
 from holdfast.launch.device import local_device
 from holdfast.model.decoder import Decoder
-from holdfast.model.lora import add_adapters
+from holdfast.model.lora import FrozenLinear, add_adapters
 from holdfast.objectives.interface import count_terms
 from holdfast.objectives.table import build_objective
 from holdfast.telemetry import phases
@@ -155,14 +155,17 @@ class TorchEngine:
         """See Engine. The boxes are views of the live weights and moments."""
         return [box for _, box in self._state()]
 
-    def frozen(self) -> list[TensorBox]:
-        """See Engine."""
-        parameters = chain.from_iterable(part.named_parameters() for part in (*self._parts, self._reference) if part)
-        return [
-            TensorLayout.of(name, parameter).box(parameter)
-            for name, parameter in parameters
-            if not parameter.requires_grad
-        ]
+    def frozen(self) -> Iterator[TensorBox]:
+        """See Engine. Weights that are stored in NF4 are filled as fp32, one matrix at a time."""
+        for part in filter(None, (*self._parts, self._reference)):
+            for name, parameter in part.named_parameters():
+                if not parameter.requires_grad:
+                    yield TensorLayout.of(name, parameter).box(parameter)
+            for name, module in part.named_modules():
+                if isinstance(module, FrozenLinear) and module.stored == "nf4":
+                    matrix = module.expanded()
+                    yield TensorLayout.of(f"{name}.weight", matrix).box(matrix)
+                    module.store(matrix)
 
     def restored(self, step: int, scalars: Scalars = MappingProxyType({})) -> None:
         """See Engine."""
@@ -299,6 +302,9 @@ class TorchEngine:
         with torch.no_grad():
             for parameter in chain.from_iterable(part.parameters() for part in (*self._parts, self._reference) if part):
                 parameter.zero_()
+            for module in chain.from_iterable(part.modules() for part in self._parts):
+                if isinstance(module, FrozenLinear) and module.stored == "nf4":
+                    module.block_scale.zero_()
         batch = self._accumulation.warm_up_rows()
         rows = torch.arange(batch * (self._spec.model.context + 1)) % vocabulary
         for _ in range(2 if self._world > 1 else 1):

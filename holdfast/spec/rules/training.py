@@ -270,12 +270,15 @@ def check_preferences(spec: Spec) -> Iterator[Problem]:
     yield from _plain_layout(spec, "does not support preferences", "another data.kind")
 
 
+NF4_BLOCK = 64  # as in holdfast.model.nf4
+
+
 def check_adapters(spec: Spec) -> Iterator[Problem]:
     """Adapters need weights to start from, and a dense model that is whole or sharded. Without a rank no other field of
     `training.lora` is set."""
     lora, fields = spec.training.lora, type(spec.training.lora).model_fields
     if lora.rank is None:
-        for name in ("alpha", "rslora", "targets"):
+        for name in ("alpha", "rslora", "targets", "base"):
             if getattr(lora, name) != fields[name].default:
                 remedy = "give training.lora.rank, or remove it"
                 yield Problem(f"training.lora.{name}", getattr(lora, name), "is not used without a rank", remedy)
@@ -289,6 +292,14 @@ def check_adapters(spec: Spec) -> Iterator[Problem]:
         )
     if len(set(lora.targets)) < len(lora.targets):
         yield Problem("training.lora.targets", lora.targets, "names a matrix twice", "name each once")
+    if lora.base == "nf4":
+        model = spec.model
+        widths = {"hidden": model.hidden, "ffn": model.ffn_width, "heads": model.heads * model.head_width}
+        for name, width in widths.items():
+            if width % NF4_BLOCK:
+                remedy = f"use a multiple of {NF4_BLOCK}, or training.lora.base: bf16"
+                message = f"gives matrices of {width} columns, and NF4 scales {NF4_BLOCK} together (training.lora.base)"
+                yield Problem(f"model.{name}", getattr(model, name), message, remedy)
     yield from _plain_layout(spec, "does not support adapters", "no training.lora")
 
 
