@@ -66,13 +66,12 @@ def _fill_model(
         message = f"and {_NAME} = {source} both say where the weights are"
         problems.append(Problem("model.init_from", given, message, "remove one of them"))
     model["init_from"] = place
-    rope = read.shape.rope_scaling.kind
-    fixed, written = fixed_fields(read.shape, rope), dict(written_leaves(model))
+    fixed, written = fixed_fields(read.shape), dict(written_leaves(model))
     for field in fixed:
         if written.get(field) is None and (value := _get(read.shape, field)) is not None:
             _set(model, field, value)
     try:
-        actual = fixed_fields(Model.model_validate(model), rope)
+        actual = fixed_fields(Model.model_validate(model), read.shape)
     except ValidationError:
         actual = fixed  # the loader reports them
     for field, value in fixed.items():

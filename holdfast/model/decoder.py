@@ -1,9 +1,9 @@
 """Decoder of the Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU, and a tied or untied head.
 
-It includes the additions of Mistral (a sliding window), Qwen2 (biases), Qwen3 (norms of queries and keys) and their
-mixtures of experts (`experts`). `state_dict()` has the Hugging Face names of the family. The arithmetic is
-deterministic if torch is configured so. `initialise` makes the first weights. Engines handle precision and sharding,
-and parameters are fp32 here.
+The switches of a family (`spec.model.Preset`) and of each layer (`LayerShape`) select windows, biases, norms, rotation,
+the activation, sinks and mixtures of experts (`experts`). `state_dict()` has the names of Llama in Hugging Face's
+layout, which the families share. The arithmetic is deterministic if torch is configured so. `initialise` makes the
+first weights. Engines handle precision and sharding, and parameters are fp32 here.
 
 Shape suffixes: B batch, T tokens, S positions of keys (T plus cached ones), D hidden, F feed-forward width, V
 vocabulary, N tokens of all sequences, H query heads, G key/value heads, K head width.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -23,7 +24,7 @@ from holdfast.model.attention.packed import packed_attention
 from holdfast.model.attention.segments import Segments
 from holdfast.model.experts import Experts, Load, Router
 from holdfast.model.token_logprobs import CHUNK, IGNORED, token_logprobs
-from holdfast.spec.model import Model, RopeScaling
+from holdfast.spec.model import LayerShape, Model, RopeScaling
 
 # Rotary positions: the rotation angles of queries and keys, for the contexts that a model's scaling allows.
 #
@@ -45,8 +46,46 @@ def rotary_tables(positions: int, width: int, theta: float, scaling: RopeScaling
             frequency_K = frequency_K / scaling.factor
         elif scaling.kind == "llama3":
             frequency_K = _as_llama3(frequency_K, scaling)
+        elif scaling.kind == "yarn":
+            frequency_K = _as_yarn(width, theta, scaling)
+        elif scaling.kind == "longrope":
+            factors = scaling.long_factors if positions > scaling.original_context else scaling.short_factors
+            power_K = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+            frequency_K = 1.0 / (torch.tensor(factors, dtype=torch.float32) * theta**power_K)
         angle_TK = torch.outer(torch.arange(positions, dtype=torch.float32), frequency_K).repeat(1, 2)
-        return angle_TK.cos(), angle_TK.sin()
+        cos_TK, sin_TK = angle_TK.cos(), angle_TK.sin()
+        if scaling.kind in ("yarn", "longrope"):
+            factor = attention_factor(scaling)
+            cos_TK, sin_TK = cos_TK * factor, sin_TK * factor
+        return cos_TK, sin_TK
+
+
+def attention_factor(scaling: RopeScaling) -> float:
+    """The factor of cosines and sines: YaRN (Peng et al. 2023, equation 22) and LongRoPE (Ding et al. 2024)."""
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    if scaling.factor <= 1:
+        return 1.0
+    if scaling.kind == "yarn":
+        return 0.1 * math.log(scaling.factor) + 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
+
+
+def _as_yarn(width: int, theta: float, scaling: RopeScaling) -> Tensor:
+    """YaRN: frequencies with few rotations in the original context are divided by the factor, those with many are
+    unchanged, and the share grows linearly between. The order of operations is that of `transformers`."""
+
+    def place(rotations: float) -> float:
+        return width * math.log(scaling.original_context / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low, high = place(scaling.beta_fast), place(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    wave_K = theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
+    ramp_K = (torch.arange(width // 2, dtype=torch.float32) - low) / (high - low if high != low else 0.001)
+    kept_K = 1 - ramp_K.clamp(0, 1)
+    return 1.0 / (scaling.factor * wave_K) * (1 - kept_K) + 1.0 / wave_K * kept_K
 
 
 def _as_llama3(frequency_K: Tensor, scaling: RopeScaling) -> Tensor:
@@ -62,7 +101,11 @@ def _as_llama3(frequency_K: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotate every pair (k, k + K/2) of a head by the angle of its position."""
+    """Rotate every pair (k, k + K/2) of a head by the angle of its position. Tables of a smaller width rotate only the
+    first part of a head."""
+    if cos_TK.shape[-1] < x_BHTK.shape[-1]:
+        rotated, rest = x_BHTK.split((cos_TK.shape[-1], x_BHTK.shape[-1] - cos_TK.shape[-1]), dim=-1)
+        return torch.cat((rotate(rotated, cos_TK, sin_TK), rest), dim=-1)
     first, second = x_BHTK.chunk(2, dim=-1)
     return x_BHTK * cos_TK + torch.cat((-second, first), dim=-1) * sin_TK
 
@@ -95,6 +138,50 @@ class Embedding(nn.Embedding):
         """Does nothing, as in `Linear`."""
 
 
+class Norm(nn.RMSNorm):
+    """RMSNorm that multiplies by its weights, plus `offset`, in fp32, and rounds once. `nn.RMSNorm` does both in the
+    precision of its input."""
+
+    def __init__(self, width: int, eps: float, offset: float) -> None:
+        super().__init__(width, eps=eps)
+        self.offset = offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape and data type."""
+        weight = self.weight.float()
+        return F.rms_norm(
+            x.float(), self.normalized_shape, weight + self.offset if self.offset else weight, self.eps
+        ).type_as(x)
+
+
+def _local(weight: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself."""
+    to_local: Callable[[], Tensor] | None = getattr(weight, "to_local", None)
+    return weight if to_local is None else to_local()
+
+
+class WholeNorm(Norm):
+    """A norm over the width of all heads (OLMo 2). Tensor parallelism, which splits the width, replaces `add_up`."""
+
+    add_up: Callable[[Tensor], Tensor] | None = None  # sums over all parts of the width; None: the width is here
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape and data type."""
+        if self.add_up is None:
+            return super().forward(x)
+        x_fp32 = x.float()
+        mean = self.add_up(x_fp32.square().sum(-1, keepdim=True)) / self.normalized_shape[0]
+        return (x_fp32 * torch.rsqrt(mean + self.eps) * _local(self.weight).float()).type_as(x)
+
+
+def norm_of(shape: Model, width: int) -> nn.RMSNorm:
+    """The norm of a family."""
+    preset = shape.preset
+    if preset.norm_in_fp32:
+        return Norm(width, shape.norm_epsilon, preset.norm_offset)
+    return nn.RMSNorm(width, eps=shape.norm_epsilon)
+
+
 class LayerCache:
     """Cached keys and values of one layer, for generation."""
 
@@ -123,28 +210,38 @@ class Attention(nn.Module):
 
     sinks: nn.Parameter | None
 
-    def __init__(self, shape: Model) -> None:
+    def __init__(self, shape: Model, layer: LayerShape) -> None:
         super().__init__()
         self.head_width = shape.head_width
-        window = shape.sliding_window
+        window = layer.window
         self.window = window if window is not None and window < shape.context else None
-        self.scale: float | None = None
-        self.register_parameter("sinks", None)
-        width, bias = shape.head_width, shape.attention_bias
+        self.rotates = layer.rope != "none"
+        self.scale = None if shape.query_scalar is None else shape.query_scalar**-0.5  # None: of the head's width
+        width, bias = shape.head_width, shape.biases != "none"
         self.q_proj = Linear(shape.hidden, shape.heads * width, bias=bias)
         self.k_proj = Linear(shape.hidden, shape.key_value_heads * width, bias=bias)
         self.v_proj = Linear(shape.hidden, shape.key_value_heads * width, bias=bias)
-        self.o_proj = Linear(shape.heads * width, shape.hidden, bias=False)
-        self.q_norm = nn.RMSNorm(width, eps=shape.norm_epsilon) if shape.query_key_norm else None
-        self.k_norm = nn.RMSNorm(width, eps=shape.norm_epsilon) if shape.query_key_norm else None
+        self.o_proj = Linear(shape.heads * width, shape.hidden, bias=shape.biases == "qkvo")
+        self.sinks = nn.Parameter(torch.empty(shape.heads)) if shape.preset.sinks else None
+        self.q_norm: nn.RMSNorm | None = None
+        self.k_norm: nn.RMSNorm | None = None
+        if shape.query_key_norms == "head":
+            self.q_norm, self.k_norm = norm_of(shape, width), norm_of(shape, width)
+        elif shape.query_key_norms == "whole":
+            self.q_norm, self.k_norm = (
+                WholeNorm(heads * width, shape.norm_epsilon, shape.preset.norm_offset)
+                for heads in (shape.heads, shape.key_value_heads)
+            )
 
     def forward(
         self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, segments: Segments, cache: LayerCache | None
     ) -> Tensor:
         """[B, T, D] to [B, T, D]. `cache` has the positions before these. If there are any, T is 1."""
-        cos_TK, sin_TK = cos_TK.to(x_BTD.dtype), sin_TK.to(x_BTD.dtype)
-        q_BHTK = rotate(self._heads(self.q_proj(x_BTD), self.q_norm), cos_TK, sin_TK)
-        k_BGSK = rotate(self._heads(self.k_proj(x_BTD), self.k_norm), cos_TK, sin_TK)
+        q_BHTK = self._heads(self.q_proj(x_BTD), self.q_norm)
+        k_BGSK = self._heads(self.k_proj(x_BTD), self.k_norm)
+        if self.rotates:
+            cos_TK, sin_TK = cos_TK.to(x_BTD.dtype), sin_TK.to(x_BTD.dtype)
+            q_BHTK, k_BGSK = rotate(q_BHTK, cos_TK, sin_TK), rotate(k_BGSK, cos_TK, sin_TK)
         v_BGSK = self._heads(self.v_proj(x_BTD))
         attend = self.attend
         if cache is not None:
@@ -154,7 +251,12 @@ class Attention(nn.Module):
 
     def attend(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, segments: Segments) -> Tensor:
         """The attention output of the queries: [B, H, T, K]. Context parallelism replaces this function."""
-        return packed_attention(q_BHTK, k_BGSK, v_BGSK, segments, self.window, self.sinks, self.scale)
+        return packed_attention(q_BHTK, k_BGSK, v_BGSK, segments, self.window, self.local_sinks, self.scale)
+
+    @property
+    def local_sinks(self) -> Tensor | None:
+        """The sinks of this rank's heads."""
+        return None if self.sinks is None else _local(self.sinks)
 
     def _attend_one(self, q_BH1K: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, _: Segments) -> Tensor:
         """The same for one token after cached ones, which sees all of them in its window."""
@@ -164,25 +266,28 @@ class Attention(nn.Module):
         if self.sinks is None:
             return F.scaled_dot_product_attention(q_BH1K, k_BGSK, v_BGSK, scale=self.scale, enable_gqa=True)
         segments = Segments(tuple(range(rows + 1)), tuple(range(0, rows * keys + 1, keys)))
-        return packed_attention(q_BH1K, k_BGSK, v_BGSK, segments, None, self.sinks, self.scale)
+        return packed_attention(q_BH1K, k_BGSK, v_BGSK, segments, None, self.local_sinks, self.scale)
 
     def _heads(self, x_BTD: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
+        if isinstance(norm, WholeNorm):
+            x_BTD, norm = norm(x_BTD), None
         x_BTHK = x_BTD.unflatten(2, (-1, self.head_width))
         return (x_BTHK if norm is None else norm(x_BTHK)).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). Gemma has GELU in place of SiLU."""
 
-    def __init__(self, hidden: int, width: int) -> None:
+    def __init__(self, hidden: int, width: int, *, gelu: bool = False) -> None:
         super().__init__()
+        self.activate = partial(F.gelu, approximate="tanh") if gelu else F.silu
         self.gate_proj = Linear(hidden, width, bias=False)
         self.up_proj = Linear(hidden, width, bias=False)
         self.down_proj = Linear(width, hidden, bias=False)
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         """[B, T, D] to [B, T, D]."""
-        return self.down_proj(F.silu(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
+        return self.down_proj(self.activate(self.gate_proj(x_BTD)) * self.up_proj(x_BTD))
 
 
 class Mixture(nn.Module):
@@ -199,8 +304,8 @@ class Mixture(nn.Module):
         shared_experts = (
             FeedForward(shape.hidden, shape.routing.shared * shape.ffn_width) if shape.routing.shared else None
         )
-        self.shared_experts = shared_experts if shape.family == "dots1" else None
-        self.shared_expert = shared_experts if shape.family == "qwen2_moe" else None
+        self.shared_experts = shared_experts if shape.preset.shared == "plain" else None
+        self.shared_expert = shared_experts if shape.preset.shared == "weighted" else None
         self.shared_expert_gate = Linear(shape.hidden, 1, bias=False) if self.shared_expert is not None else None
 
     def forward(self, x_BTD: Tensor) -> tuple[Tensor, Load]:
@@ -217,14 +322,24 @@ class Mixture(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each on a normalized copy of the residual stream."""
+    """Attention and feed-forward, each on a normalized copy of the residual stream. OLMo normalizes their results in
+    place of the copies, and Gemma does both."""
 
-    def __init__(self, shape: Model) -> None:
+    def __init__(self, shape: Model, layer: LayerShape) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
-        self.mlp = Mixture(shape) if shape.experts > 1 else FeedForward(shape.hidden, shape.ffn_width)
+        before, after = shape.preset.norms != "post", shape.preset.norms != "pre"
+        self.kind = layer
+        self.input_layernorm = norm_of(shape, shape.hidden) if before else None
+        self.self_attn = Attention(shape, layer)
+        self.post_attention_layernorm = norm_of(shape, shape.hidden)  # the name is that of two different places
+        self.pre_feedforward_layernorm = norm_of(shape, shape.hidden) if before and after else None
+        self.mlp: Mixture | FeedForward
+        if layer.mixture:
+            self.mlp = Mixture(shape)
+        else:
+            gelu = shape.preset.activation == "gelu_tanh"
+            self.mlp = FeedForward(shape.hidden, shape.dense_width, gelu=gelu)
+        self.post_feedforward_layernorm = norm_of(shape, shape.hidden) if after else None
 
     def forward(
         self,
@@ -235,11 +350,15 @@ class Layer(nn.Module):
         cache: LayerCache | None = None,
     ) -> tuple[Tensor, Load | None]:
         """The residual stream [B, T, D] after this layer, and the load of its experts, or None."""
-        x_BTD = x_BTD + self.self_attn(self.input_layernorm(x_BTD), cos_TK, sin_TK, segments, cache)
-        output, load = self.mlp(self.post_attention_layernorm(x_BTD)), None
+        first_BTD = x_BTD if self.input_layernorm is None else self.input_layernorm(x_BTD)
+        output = self.self_attn(first_BTD, cos_TK, sin_TK, segments, cache)
+        after = self.post_feedforward_layernorm
+        x_BTD = x_BTD + (output if after is None else self.post_attention_layernorm(output))
+        before = self.post_attention_layernorm if after is None else self.pre_feedforward_layernorm
+        output, load = self.mlp(x_BTD if before is None else before(x_BTD)), None
         if isinstance(self.mlp, Mixture):
             output, load = output
-        return x_BTD + output, load
+        return x_BTD + (output if after is None else after(output)), load
 
 
 class Trunk(nn.Module):
@@ -248,8 +367,8 @@ class Trunk(nn.Module):
     def __init__(self, shape: Model, vocabulary: int) -> None:
         super().__init__()
         self.embed_tokens = Embedding(vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape) for _ in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden, eps=shape.norm_epsilon)
+        self.layers = nn.ModuleList(Layer(shape, layer) for layer in shape.layer_shapes())
+        self.norm = norm_of(shape, shape.hidden)
 
 
 class Decoder(nn.Module):
@@ -257,6 +376,8 @@ class Decoder(nn.Module):
 
     cos_TK: Tensor
     sin_TK: Tensor
+    local_cos_TK: Tensor
+    local_sin_TK: Tensor
 
     def __init__(self, shape: Model, vocabulary: int, end_of_text: int | None = None) -> None:
         super().__init__()
@@ -270,8 +391,8 @@ class Decoder(nn.Module):
         self.add_up: Callable[[Tensor], Tensor] | None = None  # sums counts over the ranks with the other positions
         self.model = Trunk(shape, vocabulary)
         self.lm_head = None if shape.tie_embeddings else Linear(shape.hidden, vocabulary, bias=False)
-        for name in ("cos_TK", "sin_TK"):
-            self.register_buffer(name, torch.empty(shape.context, shape.head_width), persistent=False)
+        for name in ("cos_TK", "sin_TK", *(("local_cos_TK", "local_sin_TK") if shape.preset.local_rope else ())):
+            self.register_buffer(name, torch.empty(shape.context, shape.rotary_width), persistent=False)
         self.reset_buffers()
 
     @classmethod
@@ -285,10 +406,20 @@ class Decoder(nn.Module):
     def reset_buffers(self) -> None:
         """Fill the rotary tables. Call it after `to_empty()`, which leaves them undefined. Does nothing on meta."""
         if not self.cos_TK.is_meta:
-            shape = self.shape
-            cos_TK, sin_TK = rotary_tables(shape.context, shape.head_width, shape.rope_theta, shape.rope_scaling)
-            self.cos_TK.copy_(cos_TK)
-            self.sin_TK.copy_(sin_TK)
+            shape, tables = self.shape, ("cos_TK", "sin_TK")
+            width = shape.rotary_width
+            values = rotary_tables(shape.context, width, shape.rope_theta, shape.rope_scaling)
+            if shape.preset.local_rope:
+                tables += ("local_cos_TK", "local_sin_TK")
+                theta = shape.rope_local_theta or shape.rope_theta
+                values += rotary_tables(shape.context, width, theta, RopeScaling())
+            for name, value in zip(tables, values, strict=True):
+                getattr(self, name).copy_(value)
+
+    def embed(self, tokens_BT: Tensor) -> Tensor:
+        """The residual stream before the first layer."""
+        x_BTD = self.model.embed_tokens(tokens_BT)
+        return x_BTD * self.shape.hidden**0.5 if self.shape.preset.scaled_embedding else x_BTD
 
     def forward(
         self,
@@ -371,7 +502,7 @@ class Decoder(nn.Module):
                 f"{end - start} tokens after {start} cached positions in a context of {self.shape.context}; "
                 "cut the sequence, and after a cache give one token at a time"
             )
-        x_BTD, unevenness_B = self.through(self.model.embed_tokens(tokens_BT), start, end, segments, cache)
+        x_BTD, unevenness_B = self.through(self.embed(tokens_BT), start, end, segments, cache)
         return self.model.norm(x_BTD), unevenness_B
 
     def through(
@@ -387,13 +518,15 @@ class Decoder(nn.Module):
         positions: slice | Tensor = slice(start, end)
         if self.positions_T is not None:
             positions, end = self.positions_T, self.shape.context
-        cos_TK, sin_TK = self.cos_TK[positions], self.sin_TK[positions]
+        main = self.cos_TK[positions], self.sin_TK[positions]
+        local = (self.local_cos_TK[positions], self.local_sin_TK[positions]) if self.shape.preset.local_rope else main
         if segments is None:
             segments = Segments.of_rows(len(x_BTD), end - start)
         segments = self.local_segments(segments)
         unevenness_B = None
         for index, layer in enumerate(self.model.layers):
             if layer is not None:
+                cos_TK, sin_TK = local if layer.kind.rope == "local" else main
                 x_BTD, load = layer(x_BTD, cos_TK, sin_TK, segments, cache[index] if cache else None)
                 if self.training and isinstance(layer.mlp, Mixture):
                     layer.mlp.gate.count(load)  # not within the layer, which may be computed twice

@@ -4,8 +4,8 @@ No token is dropped, even if many tokens choose one expert. Every sum has a fixe
 restored. The outputs of a token's experts are added in the order of its choice. Nothing is scattered. `published` has
 the names in published files.
 
-An expert is a run of rows of two matrices: gate and up of width F, one after the other, and down. So first weights,
-shards and checkpoints treat them as any matrix.
+An expert is a run of rows of two matrices: gate and up of width F, one after the other (gpt-oss: alternately), and
+down. So first weights, shards and checkpoints treat them as any matrix. Biases of experts are runs of two vectors.
 
 Shape suffixes, in addition to those of `decoder`: E experts, C choices of a token, S rows of sent tokens (N times C).
 """
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from holdfast.spec.model import Model
 
 CORRECTION = "e_score_correction_bias"  # a router's bias on scores, which no gradient changes
+CLAMP, SIGMOID_GAIN = 7.0, 1.702  # of gpt-oss
 
 
 class Load(NamedTuple):
@@ -66,7 +67,8 @@ class Router(nn.Module):
     """Scores of experts for each token, in fp32, and the best experts.
 
     Scores are a softmax over experts, or (`biased`) each expert's sigmoid. A bias is added for the choice and not for
-    the weights (DeepSeek-V3, Liu et al. 2024, equation 16).
+    the weights (DeepSeek-V3, Liu et al. 2024, equation 16). With groups, only experts of the best groups are chosen: a
+    group is as good as its two best experts. gpt-oss takes the softmax over the chosen experts only.
 
     Unevenness is that of the Switch Transformer (Fedus et al. 2021, equations 4 to 6) per sequence, over C: 1 if all
     experts are equally busy. For sequences that are split over ranks, each rank has a part: the scores of its tokens,
@@ -77,8 +79,11 @@ class Router(nn.Module):
     def __init__(self, shape: Model) -> None:
         super().__init__()
         self.choices, self.normalise, self.biased = shape.routing.top_k, shape.normalised, shape.biased_routing
+        self.groups, self.top_groups, self.scale = shape.routing.groups, shape.routing.top_groups, shape.routing.scale
         self.weight = nn.Parameter(torch.empty(shape.experts, shape.hidden))
+        self.bias = nn.Parameter(torch.empty(shape.experts)) if shape.preset.router == "chosen" else None
         self.project: Callable[[Tensor, Tensor], Tensor] = F.linear
+        self.whole: Callable[[Tensor], Tensor] = _same  # the bias as a plain tensor
         self._parts, self._add_up = 1, list[Callable[[Tensor], Tensor]]()
         self.tokens_E: Tensor | None = None  # sent to each expert since the last count; not part of the state
         if self.biased:
@@ -88,14 +93,27 @@ class Router(nn.Module):
         """Experts and their weights [N, C], and the load."""
         with torch.autocast(x_BTD.device.type, enabled=False):
             logits_NE = self.project(x_BTD.flatten(0, 1).float(), self.weight.float())
+            if self.bias is not None:
+                logits_NE = logits_NE + self.whole(self.bias).float()
         scores_NE = logits_NE.sigmoid() if self.biased else logits_NE.softmax(-1)
-        wanted_NE = scores_NE + getattr(self, CORRECTION) if self.biased else scores_NE
+        wanted_NE = self._in_best_groups(scores_NE + getattr(self, CORRECTION)) if self.biased else scores_NE
         chosen_NC = wanted_NE.topk(self.choices, sorted=in_order(wanted_NE.device, biased=self.biased)).indices
         weight_NC = scores_NE.gather(1, chosen_NC)
         if self.normalise:
             weight_NC = weight_NC / (weight_NC.sum(-1, keepdim=True) + (1e-20 if self.biased else 0.0))
+        if self.scale != 1:
+            weight_NC = weight_NC * self.scale
         shares_NE = scores_NE / scores_NE.sum(-1, keepdim=True) if self.biased else scores_NE
         return chosen_NC, weight_NC, self._load(chosen_NC, shares_NE, len(x_BTD))
+
+    def _in_best_groups(self, wanted_NE: Tensor) -> Tensor:
+        """The scores, minus infinity outside the best groups."""
+        if self.groups == 1:
+            return wanted_NE
+        wanted_NGE = wanted_NE.unflatten(-1, (self.groups, -1))
+        best_NG = wanted_NGE.topk(min(2, wanted_NGE.shape[-1])).values.sum(-1).topk(self.top_groups).indices
+        chosen_NG = (best_NG[..., None] == torch.arange(self.groups, device=best_NG.device)).any(-2)
+        return wanted_NGE.masked_fill(~chosen_NG[..., None], -torch.inf).flatten(-2)
 
     def cut(self, parts: int, add_up: Callable[[Tensor], Tensor]) -> None:
         """Split every sequence, or the part of it from an earlier call, over `parts` ranks. `add_up` sums counts
@@ -120,11 +138,46 @@ class Router(nn.Module):
         return Load(experts * (used_BE * shares_BE).sum(1), tokens_BE.sum(0))
 
 
-def grouped(x_SD: Tensor, ends_E: Tensor, gate_up: Tensor, down: Tensor, hidden: int) -> Tensor:
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+class Matrices(NamedTuple):
+    """The weights of some experts, each one below the other, and the activation between them."""
+
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    clamped: bool = False  # the SwiGLU of gpt-oss; its gate and up alternate
+
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Matrices:
+        """The same with changed tensors."""
+        return Matrices(*(change(part) if isinstance(part, Tensor) else part for part in self))
+
+
+def grouped(x_SD: Tensor, ends_E: Tensor, weights: Matrices) -> Tensor:
     """Pass rows that are sorted by expert through their experts. Each expert's rows end at one of `ends_E`. Returns
     the same number of rows."""
-    gate_SF, up_SF = _product(x_SD, gate_up, 2 * down.shape[1], ends_E).chunk(2, dim=-1)
-    return _product(F.silu(gate_SF) * up_SF, down, hidden, ends_E)
+    both_SF = _product(x_SD, weights.gate_up, 2 * weights.down.shape[1], ends_E)
+    if weights.gate_up_bias is not None:
+        both_SF = both_SF + _bias(both_SF, weights.gate_up_bias, ends_E)
+    if weights.clamped:
+        gate_SF, up_SF = both_SF[..., ::2].clamp(max=CLAMP), both_SF[..., 1::2].clamp(-CLAMP, CLAMP)
+        inner_SF = (up_SF + 1) * (gate_SF * torch.sigmoid(gate_SF * SIGMOID_GAIN))
+    else:
+        gate_SF, up_SF = both_SF.chunk(2, dim=-1)
+        inner_SF = F.silu(gate_SF) * up_SF
+    y_SD = _product(inner_SF, weights.down, x_SD.shape[1], ends_E)
+    return y_SD if weights.down_bias is None else y_SD + _bias(y_SD, weights.down_bias, ends_E)
+
+
+def _bias(like_SF: Tensor, bias: Tensor, ends_E: Tensor) -> Tensor:
+    """Each row's bias. It is a product with one column of ones, so the gradient is a sum in a fixed order. The other
+    columns are padding to the 16 bytes that the product needs."""
+    ones_S8 = torch.zeros(len(like_SF), 8, dtype=like_SF.dtype, device=like_SF.device)
+    ones_S8[:, 0] = 1
+    return _product(ones_S8, F.pad(bias.to(like_SF.dtype)[:, None], (0, 7)), like_SF.shape[1], ends_E)
 
 
 def _product(x: Tensor, weight: Tensor, width: int, ends_E: Tensor) -> Tensor:
@@ -143,9 +196,13 @@ class Experts(nn.Module):
     def __init__(self, shape: Model) -> None:
         super().__init__()
         self.experts = shape.experts
-        self.compute: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor] = grouped
-        self.gate_up_proj = nn.Parameter(torch.empty(shape.experts * 2 * shape.ffn_width, shape.hidden))
-        self.down_proj = nn.Parameter(torch.empty(shape.experts * shape.hidden, shape.ffn_width))
+        self.clamped = shape.preset.activation == "clamped"
+        self.compute: Callable[[Tensor, Tensor, Matrices], Tensor] = grouped
+        rows, hidden = shape.experts * 2 * shape.ffn_width, shape.experts * shape.hidden
+        self.gate_up_proj = nn.Parameter(torch.empty(rows, shape.hidden))
+        self.gate_up_proj_bias = nn.Parameter(torch.empty(rows)) if self.clamped else None
+        self.down_proj = nn.Parameter(torch.empty(hidden, shape.ffn_width))
+        self.down_proj_bias = nn.Parameter(torch.empty(hidden)) if self.clamped else None
 
     def forward(self, x_ND: Tensor, chosen_NC: Tensor, weight_NC: Tensor) -> Tensor:
         """The weighted sum of the outputs of each token's experts: [N, D]."""
@@ -153,6 +210,7 @@ class Experts(nn.Module):
         expert_S, order_S = chosen_NC.flatten().sort(stable=True)
         ends_E = torch.searchsorted(expert_S, torch.arange(self.experts, device=expert_S.device), right=True)
         x_SD, inverse_S = permuted(x_ND[:, None].expand(-1, choices, -1).flatten(0, 1), order_S)
-        y_SD = self.compute(x_SD, ends_E, self.gate_up_proj, self.down_proj, x_SD.shape[1])
+        weights = Matrices(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias, self.clamped)
+        y_SD = self.compute(x_SD, ends_E, weights)
         y_NCD = Permuted.apply(y_SD, inverse_S, order_S).unflatten(0, (-1, choices))
         return (y_NCD * weight_NC[..., None]).sum(1).to(x_ND.dtype)

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from holdfast.model.config import Base, config
-from holdfast.model.published import published
+from holdfast.model.published import Rows as PublishedRows
+from holdfast.model.published import published, shape_of
 from holdfast.spec.errors import DataError
 from holdfast.spec.model import Model
 from holdfast.spec.training import Lora
@@ -57,13 +58,11 @@ def export_files(
     """
     end_id = token_id(tokenizer_json, end_of_text)
     weights = published(shape, vocabulary)
-    shapes = {name: weight.shape for name, weight in weights.items()}
+    shapes = {name: shape_of(parts) for name, parts in weights.items()}
     shards = _plan(shapes, max_shard_bytes)
 
     def read(name: str) -> Iterator[Tensor]:
-        tensor, first, shape = weights[name]
-        # For a tensor published whole, request all its rows, so that surplus rows are detected.
-        return rows(tensor) if name == tensor else rows(tensor, first, first + shape[0])
+        return (part for place in weights[name] for part in published_rows(name, place, rows))
 
     files = []
     placed: dict[str, str] = {}
@@ -85,6 +84,19 @@ def export_files(
     if chat_template is not None and len(base.templates if base else ()) < 2:  # several are in tokenizer_config.json
         files.append(_document("chat_template.jinja", chat_template))
     return sorted(files)
+
+
+def published_rows(name: str, place: PublishedRows, rows: Rows) -> Iterator[Tensor]:
+    """The content of a published tensor, or of its part for one canonical tensor."""
+    tensor, first, shape, _, experts = place
+    if experts:  # each expert's matrix, transposed; of a vector, its part
+        height = shape[0] // experts
+        for start in range(0, shape[0], height):
+            matrix = torch.cat(list(rows(tensor, start, start + height)))
+            yield (matrix.T if len(shape) > 1 else matrix)[None]
+        return
+    # For a tensor published whole, request all its rows, so that surplus rows are detected.
+    yield from rows(tensor) if name == tensor else rows(tensor, first, first + shape[0])
 
 
 def token_id(tokenizer_json: str, token: str) -> int:

@@ -14,13 +14,22 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from holdfast.model.config import fixed_fields, read_config
+from holdfast.model.config import ReadConfig, fixed_fields, read_config
 from holdfast.model.decoder import Decoder
 from holdfast.model.export import INDEX
 from holdfast.model.files import SMALL_BYTES, TOKENIZER_BYTES, Files, Folder, read_bytes
 from holdfast.model.initialise import parameter_shapes
-from holdfast.model.published import published, rows_of
-from holdfast.model.tensor_files import SLAB_BYTES, Place, read_header, read_part
+from holdfast.model.published import Rows, published, rows_of, shape_of
+from holdfast.model.tensor_files import (
+    DTYPES,
+    MXFP4_BLOCK,
+    SLAB_BYTES,
+    Place,
+    Source,
+    read_header,
+    read_part,
+    read_rows,
+)
 from holdfast.spec.errors import DataError, MissingError, Problem, SpecError, shown
 from holdfast.spec.model import Model
 
@@ -47,8 +56,8 @@ def empty_on(devices: Sequence[torch.device], shape: Model, vocabulary: int, end
         if module is not None:
             module.to_empty(device=devices[0])
     _bring_inputs(decoder.model.norm, devices[0])
-    decoder.cos_TK = torch.empty_like(decoder.cos_TK, device=devices[0])
-    decoder.sin_TK = torch.empty_like(decoder.sin_TK, device=devices[0])
+    for name, buffer in list(decoder.named_buffers(recurse=False)):
+        setattr(decoder, name, torch.empty_like(buffer, device=devices[0]))
     decoder.reset_buffers()
     return decoder
 
@@ -60,6 +69,7 @@ def _bring_inputs(module: nn.Module, device: torch.device) -> None:
     module.register_forward_pre_hook(bring)
 
 
+BLOCKS, SCALES = "_blocks", "_scales"  # name suffixes of a tensor in MXFP4
 INDEX_BYTES = 256 * 2**20  # a million tensors
 
 
@@ -71,7 +81,7 @@ class Weights(NamedTuple):
     vocabulary: int
     end_of_text: int | None  # eos_token_id
     shapes: dict[str, tuple[int, ...]]  # by canonical name, in order
-    places: dict[str, list[tuple[int, Place]]]  # the published tensors of each, with their first rows
+    places: dict[str, list[tuple[int, Source]]]  # the published tensors of each, with their first rows
     stops: tuple[int, ...] = ()  # all tokens that end text: eos_token_id
 
     def tensor(self, name: str) -> Tensor:
@@ -81,14 +91,14 @@ class Weights(NamedTuple):
     def part(self, name: str, place: tuple[slice, ...]) -> Tensor:
         """A part of a tensor, fp32 on the CPU. Only its rows are read. Raises DataError as `tensor` does."""
         if len(self.places[name]) == 1:
-            return read_part(self.files, name, self.places[name][0][1], place)
+            return read_rows(self.files, name, self.places[name][0][1], place)
         first, last, _ = place[0].indices(self.shapes[name][0]) if place else (0, self.shapes[name][0], 1)
         overlaps = [
             (max(first - start, 0), min(last - start, piece.shape[0]), piece) for start, piece in self.places[name]
         ]
         return torch.cat(
             [
-                read_part(self.files, name, piece, (slice(low, high), *place[1:]))
+                read_rows(self.files, name, piece, (slice(low, high), *place[1:]))
                 for low, high, piece in overlaps
                 if low < high
             ]
@@ -117,17 +127,17 @@ class Weights(NamedTuple):
 def read_hugging_face(where: Path | Files) -> Weights:
     """Open a model in the Hugging Face layout. Raises MissingError or DataError that names the mismatch."""
     files = Folder(where) if isinstance(where, Path) else where
-    shape, vocabulary, end_of_text, stops = read_config(f"{files.where}/config.json", _read_json(files, "config.json"))
+    found = read_config(f"{files.where}/config.json", _read_json(files, "config.json"))
+    shape, vocabulary = found.shape, found.vocabulary
     rows = published(shape, vocabulary)
-    places_by_name = _locate(
-        files, {name: file_rows.shape for name, file_rows in rows.items()}, tied=shape.tie_embeddings
-    )
+    places_by_name = _locate(files, rows, found)
     head = places_by_name.pop("lm_head.weight", None) if shape.tie_embeddings else None
     places = {
-        name: [(file_rows.first, places_by_name[file]) for file, file_rows in parts]
+        name: [(part.first, _source(places_by_name, file, part)) for file, part in parts]
         for name, parts in rows_of(rows).items()
     }
-    weights = Weights(files, shape, vocabulary, end_of_text, parameter_shapes(shape, vocabulary), places, stops)
+    shapes = parameter_shapes(shape, vocabulary)
+    weights = Weights(files, shape, vocabulary, found.end_of_text, shapes, places, found.stops)
     if head is not None:
         slab = max(1, SLAB_BYTES // (shape.hidden * 8))
         for first in range(0, vocabulary, slab):
@@ -159,8 +169,7 @@ def open_weights(location: str, cache_dir: Path) -> Weights:
 
 def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:
     """Refuse weights that do not fit a spec's model. Raises SpecError with every different field."""
-    kind = weights.shape.rope_scaling.kind
-    expected, actual = fixed_fields(shape, kind), fixed_fields(weights.shape, kind)
+    expected, actual = fixed_fields(shape, weights.shape), fixed_fields(weights.shape)
     problems = [
         Problem(
             f"model.{field}",
@@ -208,12 +217,25 @@ def load_exported(
         raise DataError(f"{weights.files.where}/tokenizer.json: is no tokenizer: {shown(str(error))}") from None
 
 
-def _locate(files: Files, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) -> dict[str, Place]:
-    """The location of each tensor, after checking names and shapes in the files' headers."""
+def _locate(files: Files, rows: Mapping[str, list[Rows]], found: ReadConfig) -> dict[str, Place]:
+    """The location of each published tensor, after checking names and shapes in the files' headers. A tensor in MXFP4
+    has two: its name with BLOCKS and with SCALES."""
     places: dict[str, Place] = {}
     for file in _weight_files(files):
         places |= read_header(files, file)
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, parts in rows.items():
+        shape = shape_of(parts)
+        if parts[0].experts and len(shape) == 3 and name not in places and name + BLOCKS in places:
+            experts, columns, height = shape
+            shapes[name + BLOCKS] = (experts, height, columns // MXFP4_BLOCK, MXFP4_BLOCK // 2)
+            shapes[name + SCALES] = (experts, height, columns // MXFP4_BLOCK)
+        else:
+            shapes[name] = shape
+    tied = found.shape.tie_embeddings
     derived = {name for name in places if name.endswith(".rotary_emb.inv_freq")}
+    for index in range(found.shape.layers, found.shape.layers + min(found.more_layers, len(places))):
+        derived |= {name for name in places if name.startswith(f"model.layers.{index}.")}
     if tied:
         derived.add("lm_head.weight")  # some writers repeat the embedding; `read_hugging_face` compares the two
     if missing := sorted(shapes.keys() - places.keys()):
@@ -227,7 +249,21 @@ def _locate(files: Files, shapes: Mapping[str, tuple[int, ...]], *, tied: bool) 
             raise DataError(
                 f"{files.where}: {name} has the shape {list(places[name].shape)}; the config asks for {list(shape)}"
             )
+        if name.endswith((BLOCKS, SCALES)) and places[name].dtype != "U8":
+            raise DataError(f"{files.where}: {name} is {places[name].dtype}; MXFP4 needs U8")
     return {name: places[name] for name in chosen}
+
+
+def _source(places: Mapping[str, Place], file: str, rows: Rows) -> Source:
+    """Where these rows of a canonical tensor are."""
+    if file not in places:
+        return Source(places[file + BLOCKS], rows.shape, rows.experts, places[file + SCALES])
+    place = places[file]
+    if not rows.experts and place.shape != rows.shape:  # one of several tensors in the published one
+        size = DTYPES[place.dtype].itemsize if place.dtype in DTYPES else 0
+        start = place.start + rows.at * math.prod(rows.shape[1:]) * size
+        place = place._replace(shape=rows.shape, start=start)
+    return Source(place, rows.shape, rows.experts)
 
 
 def _weight_files(files: Files) -> list[str]:

@@ -25,16 +25,17 @@ BLOCK = 1 << 20  # elements per random stream; it determines the weights
 def initial_slice(name: str, shape: Sequence[int], model: Model, seed: int, *, start: int, stop: int) -> Tensor:
     """Elements [start, stop) of the flattened initial tensor `name`, fp32 on the CPU.
 
-    Norms are 1, biases 0. Matrices, including those of experts, are normal with `init_std`. Those that write to the
-    residual stream (o_proj, down_proj) are scaled by 1/sqrt(2 * layers), as in GPT-2. So its variance does not grow
-    with depth. An adapter's second matrix is 0, and its first one is uniform within 1/sqrt(its columns), as in `peft`.
-    Raises ValueError for an invalid range.
+    Norms are 1 (Gemma's, which add 1: 0), biases and sinks 0. Matrices, including those of experts, are normal with
+    `init_std`. Those that write to the residual stream (o_proj, down_proj) are scaled by 1/sqrt(2 * layers), as in
+    GPT-2. So its variance does not grow with depth. An adapter's second matrix is 0, and its first one is uniform
+    within 1/sqrt(its columns), as in `peft`. Raises ValueError for an invalid range.
     """
     size = math.prod(shape)
     if not 0 <= start <= stop <= size:
         raise ValueError(f"{name}: [{start}, {stop}) is not a range within its {size} elements")
     if len(shape) == 1:
-        return torch.zeros(stop - start) if name.endswith("bias") else torch.ones(stop - start)
+        zero = name.endswith(("bias", ".sinks")) or model.preset.norm_offset
+        return torch.zeros(stop - start) if zero else torch.ones(stop - start)
     if name.endswith("lora_B.weight"):
         return torch.zeros(stop - start)
     uniform, deviation = name.endswith("lora_A.weight"), model.init_std
@@ -111,7 +112,9 @@ def flops_per_token(model: Model, vocabulary: int, context: int | None = None) -
     )
     if model.tie_embeddings:
         multiplied += vocabulary * model.hidden
-    return 6 * multiplied + 12 * model.layers * model.heads * model.head_width * (context or model.context)
+    length = context or model.context
+    seen = sum(min(layer.window or length, length) for layer in model.layer_shapes())  # by a token, over all layers
+    return 6 * multiplied + 12 * seen * model.heads * model.head_width
 
 
 def _stream(name: str, seed: int, block: int) -> np.random.Generator:

@@ -139,15 +139,18 @@ def stage_parameters(shape: Architecture, layout: Layout, stage: int) -> tuple[f
     Tensor parallelism does not split experts.
     """
     layers = -(-shape.layers // layout.pipeline)
-    dense, experts = shape.attention_weights + shape.shared * shape.expert_weights, 0.0
+    plain = min(layers, max(0, shape.dense_layers - stage * layers))  # without experts, although the model has some
+    dense, experts = layers * shape.attention_weights + plain * 3 * shape.hidden * shape.dense_ffn, 0.0
     if shape.experts > 1:
-        experts = layers * shape.experts / layout.expert * shape.expert_weights
+        dense += (layers - plain) * shape.shared * shape.expert_weights
+        experts = (layers - plain) * shape.experts / layout.expert * shape.expert_weights
     else:
-        dense += shape.expert_weights
+        dense += layers * shape.expert_weights
+    vectors = layers * shape.vectors - plain * shape.router
     first, last = stage == 0, stage == layout.pipeline - 1
     matrices = shape.embedding * (first + last) - (shape.embedding if shape.tied and first and last else 0)
     ends = (matrices + (shape.positions if first else 0)) / layout.tensor
-    return layers * (dense / layout.tensor + shape.vectors), experts, ends + (shape.hidden if last else 0)
+    return dense / layout.tensor + vectors, experts, ends + (shape.hidden if last else 0)
 
 
 def layer_activations(
@@ -167,7 +170,7 @@ def layer_activations(
         products = 2 * hidden + shape.met * shape.ffn * (2 if shape.gated else 1)
         per_token = hidden * stream + heads + statistics + products * size + routed
     else:
-        norms = 2 * hidden * stream * (1 if practice.fused_norm else 2) + 8
+        norms = shape.norms * hidden * stream * (1 if practice.fused_norm else 2) + 8
         inputs = hidden * size * (5 if practice.autocast else 2)
         scores = (
             0.0 if practice.flash or kind == "selective" else (2 * size + shape.dropout) * shape.heads * shape.context
@@ -177,7 +180,7 @@ def layer_activations(
             1.0 if practice.masks else (1 / layout.micro_batch if shape.window else 0.0)
         )  # a window has one mask for all sequences
         documents = masked * shape.context * size
-        if shape.query_norm:
+        if shape.query_norm != "none":
             norms += (shape.query_width + shape.key_width) * size * (1 if practice.fused_norm else 2)
         heads += 2 * shape.key_width * size * (layout.context - 1)  # keys and values of the whole sequence
         feed_forward = wide * shape.ffn * size * shape.met

@@ -7,6 +7,7 @@ biases, learned positions, dropout) are also described, to check published table
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from holdfast.spec.model import Model
 
@@ -32,7 +33,13 @@ class Architecture:
     dropout: bool = False  # GPT: three masks per layer, one byte per element
     head_dimension: int | None = None
     query_bias: bool = False  # bias of queries, keys and values (Qwen2)
-    query_norm: bool = False  # norm of queries and keys, per head (Qwen3)
+    query_norm: Literal["none", "head", "whole"] = "none"  # norms of queries and keys, per head or over the whole width
+    norms: int = 2  # of a layer, of the hidden width
+    output_bias: bool = False  # bias of the attention's output (gpt-oss)
+    sinks: bool = False  # one number per head (gpt-oss)
+    expert_bias: bool = False  # biases of experts and router (gpt-oss)
+    dense_layers: int = 0  # first layers without experts
+    dense_ffn: int = 0  # their width
     window: bool = False  # a sliding window shorter than the context, with a mask
 
     @classmethod
@@ -50,11 +57,17 @@ class Architecture:
             experts=model.experts,
             active=min(model.experts, model.routing.top_k),
             shared=model.routing.shared,
-            gated_shared=model.family == "qwen2_moe",
+            gated_shared=model.preset.shared == "weighted",
             head_dimension=model.head_dim,
-            query_bias=model.attention_bias,
-            query_norm=model.query_key_norm,
-            window=model.sliding_window is not None and model.sliding_window < model.context,
+            query_bias=model.biases != "none",
+            query_norm=model.query_key_norms,
+            norms=4 if model.preset.norms == "both" else 2,
+            output_bias=model.biases == "qkvo",
+            sinks=model.preset.sinks,
+            expert_bias=model.experts > 1 and model.preset.activation == "clamped",
+            dense_layers=model.dense_layers,
+            dense_ffn=model.dense_width,
+            window=any(layer.window is not None and layer.window < model.context for layer in model.layer_shapes()),
         )
 
     @property
@@ -84,22 +97,35 @@ class Architecture:
 
     @property
     def expert_weights(self) -> int:
-        """Elements of the matrices of a feed-forward layer or expert."""
-        return (3 if self.gated else 2) * self.hidden * self.ffn
+        """Elements of a feed-forward layer's matrices, or of an expert."""
+        biases = 2 * self.ffn + self.hidden if self.expert_bias else 0
+        return (3 if self.gated else 2) * self.hidden * self.ffn + biases
 
     @property
     def vectors(self) -> int:
         """Elements of a layer that are never split: norms, biases, the router."""
         biases = self.query_width + 2 * self.key_width + self.ffn + 4 * self.hidden if self.biased else 0
         biases += self.query_width + 2 * self.key_width if self.query_bias else 0
-        norms = 2 * self.hidden + (2 * self.head_width if self.query_norm else 0)
-        router = self.hidden * (self.experts + self.gated_shared) if self.experts > 1 else 0
-        return norms + biases + router
+        biases += (self.hidden if self.output_bias else 0) + (self.heads if self.sinks else 0)
+        normed = {"none": 0, "head": 2 * self.head_width, "whole": self.query_width + self.key_width}
+        norms = self.norms * self.hidden + normed[self.query_norm]
+        return norms + biases + self.router
+
+    @property
+    def router(self) -> int:
+        """Elements of a layer's router."""
+        rows = self.experts + self.gated_shared
+        return self.hidden * rows + (self.experts if self.expert_bias else 0) if self.experts > 1 else 0
 
     @property
     def layer_parameters(self) -> int:
-        """Elements of a layer."""
+        """Elements of a layer; in a mixture, of a layer with experts."""
         return self.attention_weights + (self.experts + self.shared) * self.expert_weights + self.vectors
+
+    @property
+    def dense_layer_parameters(self) -> int:
+        """Elements of one of the `dense_layers`."""
+        return self.attention_weights + 3 * self.hidden * self.dense_ffn + self.vectors - self.router
 
     @property
     def met(self) -> int:
@@ -120,12 +146,13 @@ class Architecture:
     def parameters(self) -> int:
         """All elements."""
         ends = self.embedding * (1 if self.tied else 2) + self.positions + (2 if self.biased else 1) * self.hidden
-        return self.layers * self.layer_parameters + ends
+        mixed = self.layers - self.dense_layers
+        return mixed * self.layer_parameters + self.dense_layers * self.dense_layer_parameters + ends
 
     @property
     def active_parameters(self) -> int:
         """Parameters that a token uses."""
-        return self.parameters - self.layers * (self.experts - self.active) * self.expert_weights
+        return self.parameters - (self.layers - self.dense_layers) * (self.experts - self.active) * self.expert_weights
 
     def layer_products(self) -> float:
         """FLOPs of a layer's matrix products for one token, forward."""
@@ -148,4 +175,5 @@ class Architecture:
         Attention is counted in full, and recomputation is not counted.
         """
         layer = self.layer_products() + self.attention_products(causal=False)
-        return 3.0 * (self.layers * layer + self.head_products())
+        wider = 3 * self.hidden * self.dense_ffn - self.met * self.expert_weights  # a dense layer than one with experts
+        return 3.0 * (self.layers * layer + self.dense_layers * 2.0 * wider + self.head_products())

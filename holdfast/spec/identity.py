@@ -53,6 +53,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
     fields, model = fields_of(spec), spec.model
     # A default that is written out makes no other run.
     fields["model"] |= {"kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width}
+    fields["model"]["layer_pattern"] = list(model.layer_kinds)
     if first_weights:
         fields["model"]["init_from"] = first_weights
     if spec.training.optimizer.kind == "adamw":

@@ -2,23 +2,134 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from holdfast.spec.section import Section
 
-MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe", "dots1")  # families with experts
+LayerKind = Literal["full", "sliding", "no_rope"]
+Family = Literal[
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "dots1",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "phi3",
+    "gemma3_text",
+    "gpt_oss",
+    "glm4_moe",
+]
+
+
+@dataclass(frozen=True)
+class Preset:
+    """The switches of a decoder that a family fixes. The defaults are those of Llama."""
+
+    mixture: bool = False
+    pattern: tuple[LayerKind, ...] = ()  # the kinds of layers if the spec has none; empty: all of one kind
+    norms: Literal["pre", "post", "both"] = "pre"  # before attention and feed-forward, after them, or both
+    norm_offset: float = 0.0  # added to the weights of norms
+    norm_in_fp32: bool = False  # norms multiply by their weights before they round
+    query_key_norm: Literal["none", "head", "whole"] = "none"  # per head, or over the whole width
+    biases: Literal["none", "qkv", "qkvo"] = "none"  # of the attention matrices
+    activation: Literal["silu", "gelu_tanh", "clamped"] = "silu"
+    router: Literal["softmax", "sigmoid", "chosen"] = "softmax"  # `chosen`: softmax over the chosen experts only
+    shared: Literal["none", "plain", "weighted"] = "none"  # additional experts for every token
+    sinks: bool = False  # a learned score per head that takes attention away from all tokens
+    scaled_embedding: bool = False  # embeddings are multiplied by the square root of the width
+    local_rope: bool = False  # sliding layers rotate without scaling, by `rope_local_theta`
+    fields: tuple[str, ...] = ()  # fields of the spec that not every family has
+
+
+_SLIDING = ("layer_pattern", "sliding_window")
+PRESETS: dict[str, Preset] = {
+    "llama": Preset(fields=("head_dim",)),
+    "mistral": Preset(fields=("head_dim", "sliding_window")),
+    "qwen2": Preset(biases="qkv"),
+    "qwen3": Preset(query_key_norm="head", fields=("head_dim",)),
+    "mixtral": Preset(mixture=True, fields=("head_dim", "sliding_window")),
+    "qwen2_moe": Preset(mixture=True, biases="qkv", shared="weighted"),
+    "qwen3_moe": Preset(mixture=True, query_key_norm="head", fields=("head_dim",)),
+    "dots1": Preset(mixture=True, query_key_norm="head", router="sigmoid", shared="plain"),
+    "olmo2": Preset(norms="post", norm_in_fp32=True, query_key_norm="whole"),
+    "olmo3": Preset(
+        norms="post",
+        norm_in_fp32=True,
+        query_key_norm="whole",
+        pattern=("sliding", "sliding", "sliding", "full"),
+        local_rope=True,
+        fields=(*_SLIDING, "rope_local_theta"),
+    ),
+    "smollm3": Preset(pattern=("full", "full", "full", "no_rope"), fields=("layer_pattern",)),
+    "phi3": Preset(fields=("sliding_window", "rotary_fraction")),
+    "gemma3_text": Preset(
+        norms="both",
+        norm_offset=1.0,
+        norm_in_fp32=True,
+        query_key_norm="head",
+        pattern=("sliding", "sliding", "sliding", "sliding", "sliding", "full"),
+        activation="gelu_tanh",
+        scaled_embedding=True,
+        local_rope=True,
+        fields=(*_SLIDING, "head_dim", "rope_local_theta", "query_scalar"),
+    ),
+    "gpt_oss": Preset(
+        mixture=True,
+        norm_in_fp32=True,
+        pattern=("sliding", "full"),
+        biases="qkvo",
+        activation="clamped",
+        router="chosen",
+        sinks=True,
+        fields=(*_SLIDING, "head_dim"),
+    ),
+    "glm4_moe": Preset(
+        mixture=True,
+        router="sigmoid",
+        shared="plain",
+        fields=("head_dim", "rotary_fraction", "attention_bias", "query_key_norm"),
+    ),
+}
+MIXTURES = tuple(family for family, preset in PRESETS.items() if preset.mixture)
+DENSE_FIRST = ("dots1", "glm4_moe")  # families whose first layers may be dense, with groups of experts
+
+# kinds of scaling, and the fields that each one needs and may have
+ROPE_FIELDS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_frequency_factor", "high_frequency_factor", "original_context"),
+    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "longrope": ("factor", "original_context", "short_factors", "long_factors", "attention_factor"),
+}
+
+
+class LayerShape(NamedTuple):
+    """The shape of one layer, where layers differ."""
+
+    window: int | None  # tokens that a token attends to, itself included; None: all before it
+    rope: Literal["main", "local", "none"]  # the rotary table
+    mixture: bool  # experts in place of a dense feed-forward layer
 
 
 class RopeScaling(Section):
     """Scaling of rotary frequencies, for contexts beyond those that the model was first trained on."""
 
-    kind: Literal["none", "linear", "llama3"] = Field(
+    kind: Literal["none", "linear", "llama3", "yarn", "longrope"] = Field(
         "none",
-        description="`linear` divides every frequency by `factor`. `llama3` divides only low ones, as Llama 3.1.",
+        description="`linear` divides every frequency by `factor`. `llama3` divides only low ones, as Llama 3.1. "
+        "`yarn` divides low ones and sharpens attention. `longrope` divides each one by a number from a list.",
     )
-    factor: float = Field(1.0, gt=0, description="Divisor of the frequencies (kind: linear or llama3).")
+    factor: float = Field(
+        1.0, gt=0, description="Divisor of the frequencies. For `longrope`: full context / original context."
+    )
     low_frequency_factor: float = Field(
         1.0, gt=0, description="Wavelengths above `original_context` / this are scaled fully (kind: llama3)."
     )
@@ -26,7 +137,28 @@ class RopeScaling(Section):
         4.0, gt=0, description="Wavelengths below `original_context` / this are not scaled (kind: llama3)."
     )
     original_context: int = Field(
-        8192, ge=1, le=2**31, description="The context that the model was first trained on, in tokens (kind: llama3)."
+        8192, ge=1, le=2**31, description="The context that the model was first trained on, in tokens."
+    )
+    beta_fast: float = Field(
+        32.0, gt=0, description="Frequencies with more rotations than this in `original_context` stay (kind: yarn)."
+    )
+    beta_slow: float = Field(
+        1.0, gt=0, description="Frequencies with fewer rotations than this are divided fully (kind: yarn)."
+    )
+    truncate: bool = Field(True, description="Round those two bounds to whole frequencies (kind: yarn).")
+    attention_factor: float | None = Field(
+        None,
+        gt=0,
+        description="Factor of cosines and sines (kind: yarn or longrope). Default: the formula of the paper, from "
+        "`factor`.",
+    )
+    short_factors: tuple[PositiveFloat, ...] = Field(
+        (),
+        max_length=32_768,
+        description="Divisors of the frequencies for a context up to `original_context` (kind: longrope).",
+    )
+    long_factors: tuple[PositiveFloat, ...] = Field(
+        (), max_length=32_768, description="Divisors of the frequencies for a longer context (kind: longrope)."
     )
 
 
@@ -36,13 +168,21 @@ class Routing(Section):
     top_k: int = Field(2, ge=1, le=10_000, description="Routed experts for each token.")
     normalise: bool = Field(True, description="The weights of a token's experts sum to 1. In `mixtral` they always do.")
     shared: int = Field(
-        0, ge=0, le=1000, description="Additional experts that process every token (qwen2_moe and dots1)."
+        0, ge=0, le=1000, description="Additional experts that process every token (qwen2_moe, dots1, glm4_moe)."
     )
+    groups: int = Field(
+        1,
+        ge=1,
+        le=10_000,
+        description="Groups of experts. Only experts of the best groups are chosen (router of DeepSeek).",
+    )
+    top_groups: int = Field(1, ge=1, le=10_000, description="Groups whose experts a token may choose.")
+    scale: float = Field(1.0, gt=0, description="Factor of the results of routed experts (dots1 and glm4_moe).")
     balance: Literal["auxiliary", "bias", "none"] = Field(
         "auxiliary",
         description="`auxiliary` adds the gradient of a loss on each sequence's imbalance between experts (Switch "
         "Transformer). `bias` changes the bias of each expert by `bias_step` after each step, toward equal load "
-        "(DeepSeek-V3). `bias` is for dots1, whose weights contain the biases.",
+        "(DeepSeek-V3). `bias` is for dots1 and glm4_moe, whose weights contain the biases.",
     )
     coefficient: float = Field(0.01, ge=0, description="Weight of the imbalance of a layer (balance: auxiliary).")
     bias_step: float = Field(0.001, ge=0, description="Change of an expert's bias in one step (balance: bias).")
@@ -54,11 +194,10 @@ LEAST_HIDDEN = 8
 class Model(Section):
     """A decoder of the Llama family or a related one. The vocabulary comes from the tokenizer."""
 
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe", "dots1"] = Field(
+    family: Family = Field(
         "llama",
-        description="Model family. `qwen2` has biases on queries, keys and values. `qwen3` normalizes queries and "
-        "keys. `mistral` may have a sliding window. `mixtral`, `qwen2_moe`, `qwen3_moe` and `dots1` are mixtures of "
-        "experts. Exported models have this name.",
+        description="Model family, which fixes the switches that its weights imply (`docs/models.md`). Exported models "
+        "have this name.",
     )
 
     layers: int = Field(4, ge=1, le=1000, description="Decoder layers.")
@@ -80,9 +219,35 @@ class Model(Section):
     context: int = Field(256, ge=8, le=1_048_576, description="Sequence length, in tokens.")
     rope_theta: float = Field(10_000.0, gt=0, description="Base of the rotary position frequencies.")
     rope_scaling: RopeScaling = Field(default_factory=RopeScaling, description="Scaling of those frequencies.")
-    sliding_window: int | None = Field(
-        None, ge=1, le=1_048_576, description="Tokens that a token attends to, itself included. Default: all before it."
+    rope_local_theta: float | None = Field(
+        None,
+        gt=0,
+        description="Base of the frequencies in sliding layers, which are not scaled (olmo3 and gemma3_text). Default: "
+        "`rope_theta`.",
     )
+    rotary_fraction: float = Field(
+        1.0, gt=0, le=1, description="Share of a head's width that is rotated (phi3 and glm4_moe)."
+    )
+    sliding_window: int | None = Field(
+        None,
+        ge=1,
+        le=1_048_576,
+        description="Tokens that a token attends to, itself included, in sliding layers. Default: all before it.",
+    )
+    layer_pattern: tuple[LayerKind, ...] | None = Field(
+        None,
+        min_length=1,
+        max_length=1000,
+        description="Kinds of layers, repeated: `full` attention, `sliding` with the window, or `no_rope` (full, "
+        "without positions). Default: that of the family.",
+    )
+    query_scalar: float | None = Field(
+        None,
+        gt=0,
+        description="Attention scores are divided by its square root (gemma3_text). Default: `head_dim`.",
+    )
+    attention_bias: bool = Field(False, description="Biases on queries, keys and values (glm4_moe).")
+    query_key_norm: bool = Field(False, description="Norms of queries and keys, per head (glm4_moe).")
     norm_epsilon: float = Field(1e-5, gt=0, lt=1, description="Epsilon of RMSNorm.")
     tie_embeddings: bool = Field(True, description="Use the token embedding as the output head.")
     init_std: float = Field(0.02, gt=0, description="Standard deviation of the initial weights.")
@@ -92,6 +257,12 @@ class Model(Section):
         "random weights.",
     )
     experts: int = Field(1, ge=1, le=10_000, description="Experts of each feed-forward layer; 1 is a dense model.")
+    dense_layers: int = Field(
+        0, ge=0, le=1000, description="First layers without experts (dots1 and glm4_moe), of width `dense_ffn`."
+    )
+    dense_ffn: int | None = Field(
+        None, ge=8, le=10_000_000, description="Width of the feed-forward layer in `dense_layers`. Default: `ffn`."
+    )
     routing: Routing = Field(default_factory=Routing, description="How tokens are routed to experts.")
 
     @property
@@ -112,21 +283,55 @@ class Model(Section):
         return self.head_dim if self.head_dim is not None else self.hidden // self.heads
 
     @property
-    def attention_bias(self) -> bool:
-        """Whether queries, keys and values have biases."""
-        return self.family in ("qwen2", "qwen2_moe")
+    def dense_width(self) -> int:
+        """Width of the feed-forward layer in layers without experts, with the default resolved."""
+        return self.ffn_width if self.experts == 1 or self.dense_ffn is None else self.dense_ffn
 
     @property
-    def query_key_norm(self) -> bool:
-        """Whether queries and keys are normalized, separately for each head."""
-        return self.family in ("qwen3", "qwen3_moe", "dots1")
+    def preset(self) -> Preset:
+        """The switches that the family fixes."""
+        return PRESETS[self.family]
+
+    @property
+    def biases(self) -> Literal["none", "qkv", "qkvo"]:
+        """The attention matrices that have biases."""
+        return "qkv" if self.attention_bias else self.preset.biases
+
+    @property
+    def query_key_norms(self) -> Literal["none", "head", "whole"]:
+        """Norms of queries and keys: separately for each head, or over the whole width."""
+        return "head" if self.query_key_norm else self.preset.query_key_norm
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        every: LayerKind = "full" if self.sliding_window is None else "sliding"
+        pattern = self.layer_pattern or self.preset.pattern or (every,)
+        return tuple(pattern[index % len(pattern)] for index in range(self.layers))
+
+    def layer_shapes(self) -> tuple[LayerShape, ...]:
+        """The shape of each layer."""
+        local: Literal["main", "local"] = "local" if self.preset.local_rope else "main"
+        return tuple(
+            LayerShape(
+                window=self.sliding_window if kind == "sliding" else None,
+                rope="none" if kind == "no_rope" else local if kind == "sliding" else "main",
+                mixture=self.experts > 1 and index >= self.dense_layers,
+            )
+            for index, kind in enumerate(self.layer_kinds)
+        )
+
+    @property
+    def rotary_width(self) -> int:
+        """The part of a head that is rotated."""
+        return int(self.head_width * self.rotary_fraction)
 
     @property
     def normalised(self) -> bool:
         """Whether the weights of a token's experts sum to 1."""
-        return self.routing.normalise or self.family == "mixtral"
+        return self.routing.normalise or self.family == "mixtral" or self.preset.router == "chosen"
 
     @property
     def biased_routing(self) -> bool:
         """Whether routers score by sigmoids and have a bias that no gradient changes."""
-        return self.family == "dots1"
+        return self.preset.router == "sigmoid"

@@ -101,7 +101,7 @@ def test_a_named_model_gives_its_fields_and_the_run_id_of_a_spec_with_them_writt
                       "init_from": str(folder), **SHAPES[family]},
         }
     )  # fmt: skip
-    assert fixed_fields(spec.model, "llama3") == fixed_fields(written.model, "llama3")
+    assert fixed_fields(spec.model) == fixed_fields(written.model)
     assert spec.data == written.data
     weights = weights_digest(spec.model.init_from)
     assert run_id(spec, "dataset", "", weights) == run_id(written, "dataset", "", weights)
@@ -223,7 +223,7 @@ def test_a_model_in_a_bucket_is_read_there(tmp_path: Path, s3_url: str) -> None:
         store.put(file.name, file.read_bytes())
     spec = load_spec(write_spec(tmp_path, **{"from": f"{s3_url}/base/"}))
     assert spec.model.init_from == f"{s3_url}/base"
-    assert fixed_fields(spec.model, "none") == fixed_fields(shape_of("qwen3"), "none")
+    assert fixed_fields(spec.model) == fixed_fields(shape_of("qwen3"))
 
 
 def test_validate_prints_what_was_filled_in_and_the_api_reads_the_same_spec(tmp_path: Path) -> None:

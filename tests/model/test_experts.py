@@ -17,15 +17,16 @@ from holdfast.model.published import published, rows_of
 from holdfast.model.token_logprobs import IGNORED
 from holdfast.planning.shape import Architecture
 from holdfast.spec.errors import DataError, SpecError
-from holdfast.spec.model import MIXTURES, Model
+from holdfast.spec.model import MIXTURES, PRESETS, Model
 from tests.model.tiny_model import decoder, export, shape
 
 TOKENS = torch.randint(0, 300, (3, 33), generator=torch.Generator().manual_seed(1))
 
 
 def mixture(family: str = "mixtral", **routing: object) -> Model:
-    shared = {"shared": 2} if family in ("qwen2_moe", "dots1") else {}
-    return shape(family=family, experts=5, ffn=24, routing={"top_k": 3, **shared, **routing})
+    shared = {"shared": 2} if PRESETS[family].shared != "none" else {}
+    window = {"sliding_window": 9} if family == "gpt_oss" else {}
+    return shape(family=family, experts=5, ffn=24, routing={"top_k": 3, **shared, **routing}, **window)
 
 
 def one_layer(model: Model) -> Mixture:
@@ -60,12 +61,12 @@ def test_a_token_has_its_best_experts_and_weights_that_sum_to_one_where_they_are
     assert chosen.shape == weight.shape == (14, 3)
     assert all(len(set(experts)) == 3 for experts in chosen.tolist())
     scores = F.linear(x.flatten(0, 1), router.weight)
-    scores = scores.sigmoid() if family == "dots1" else scores.softmax(-1)
+    scores = scores.sigmoid() if router.biased else scores.softmax(-1)
     assert [set(experts) for experts in chosen.tolist()] == [
         set(experts) for experts in scores.topk(3).indices.tolist()
     ]
     assert (weight > 0).all()
-    if normalise or family == "mixtral":
+    if normalise or family in ("mixtral", "gpt_oss"):
         assert near(weight.sum(1), torch.ones(14), 5)  # two additions twice, and a division
     else:
         assert torch.equal(weight, scores.gather(1, chosen))
@@ -174,7 +175,8 @@ def test_all_experts_are_counted_as_weights_and_a_tokens_as_work(family: str) ->
     planned = Architecture.of(model, 300)
     assert planned.parameters == parameter_count(model, 300)
     idle = 2 * 2 * 3 * 32 * 24  # two experts in each of two layers, with three matrices each
-    assert planned.parameters - planned.active_parameters == idle
+    biases = 2 * 2 * (2 * 24 + 32) if family == "gpt_oss" else 0
+    assert planned.parameters - planned.active_parameters == idle + biases
     every = model.model_copy(update={"routing": model.routing.model_copy(update={"top_k": 5})})
     assert flops_per_token(every, 300) - flops_per_token(model, 300) == 6 * idle
 

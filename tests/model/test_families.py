@@ -1,24 +1,30 @@
 """The supported model families: the same function as in `transformers`, for import, export and training."""
 
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.model.attention.segments import Segments
+from holdfast.model.config import config, read_config
 from holdfast.model.decoder import Decoder, LayerCache, document_ids
+from holdfast.model.export import published_rows
 from holdfast.model.hugging_face import load_exported, read_hugging_face, require_fit
-from holdfast.model.initialise import flops_per_token, initial_tensor, parameter_shapes
-from holdfast.spec.errors import SpecError
+from holdfast.model.initialise import flops_per_token, initial_tensor, parameter_count, parameter_shapes
+from holdfast.model.published import Rows, published
+from holdfast.planning.shape import Architecture
+from holdfast.spec.errors import DataError, SpecError
 from holdfast.spec.model import Model
 from tests.model.tiny_model import decoder, export, shape, tokenizer_json
 
 VOCABULARY, CONTEXT = 300, 48
 TOKENS = torch.randint(0, VOCABULARY, (2, CONTEXT), generator=torch.Generator().manual_seed(1))
 NOT_BALANCED = {"top_k": 2, "balance": "none"}
+YARN = {"kind": "yarn", "factor": 4.0, "original_context": 16, "beta_fast": 4.0}
+YARN_KEYS = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 1.0}
 LLAMA3 = {"kind": "llama3", "factor": 8.0, "original_context": 16}
 
 # The model fields of a spec, and the names in `transformers`.
@@ -82,7 +88,104 @@ FAMILIES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
             "num_experts_per_tok": 2, "n_shared_experts": 1, "norm_topk_prob": True, "sliding_window": None,
         },
     ),
+    "olmo2": (
+        {"family": "olmo2", "kv_heads": 2, "tie_embeddings": False},
+        {"model_type": "olmo2", "num_key_value_heads": 2},
+    ),
+    "olmo3": (
+        {
+            "family": "olmo3", "kv_heads": 2, "layers": 4, "sliding_window": 7, "rope_theta": 500.0,
+            "rope_scaling": YARN, "tie_embeddings": False,
+        },
+        {
+            "model_type": "olmo3", "num_key_value_heads": 2, "num_hidden_layers": 4, "sliding_window": 7,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "yarn", "rope_theta": 500.0, **YARN_KEYS},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+            },
+        },
+    ),
+    "smollm3": (
+        {"family": "smollm3", "kv_heads": 2, "layers": 4},
+        {"model_type": "smollm3", "num_key_value_heads": 2, "num_hidden_layers": 4, "pad_token_id": 0},
+    ),
+    "phi3": (
+        {"family": "phi3", "kv_heads": 2, "sliding_window": 20, "tie_embeddings": False},
+        {"model_type": "phi3", "num_key_value_heads": 2, "sliding_window": 20, "pad_token_id": 0},
+    ),
+    "phi3, longrope": (
+        {
+            "family": "phi3", "kv_heads": 2, "rotary_fraction": 0.5, "hidden": 64,
+            "rope_scaling": {
+                "kind": "longrope", "factor": 3.0, "original_context": 16, "short_factors": [1.0, 1.5, 2.0, 2.5],
+                "long_factors": [1.0, 2.0, 4.0, 8.0],
+            },
+        },
+        {
+            "model_type": "phi3", "num_key_value_heads": 2, "hidden_size": 64, "pad_token_id": 0,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.5, 2.0, 2.5], "long_factor": [1.0, 2.0, 4.0, 8.0],
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "gemma3_text": (
+        {
+            "family": "gemma3_text", "kv_heads": 2, "layers": 3, "head_dim": 12, "sliding_window": 7,
+            "rope_theta": 1000.0, "rope_local_theta": 100.0, "query_scalar": 20.0,
+            "layer_pattern": ["sliding", "full", "sliding"],
+            "rope_scaling": {"kind": "linear", "factor": 4.0},
+        },
+        {
+            "model_type": "gemma3_text", "num_key_value_heads": 2, "num_hidden_layers": 3, "head_dim": 12,
+            "sliding_window": 7, "query_pre_attn_scalar": 20,
+            "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 4.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "gpt_oss": (
+        {
+            "family": "gpt_oss", "kv_heads": 2, "head_dim": 12, "experts": 5, "routing": NOT_BALANCED,
+            "sliding_window": 7, "rope_theta": 1000.0, "rope_scaling": {**YARN, "truncate": False},
+            "tie_embeddings": False,
+        },
+        {
+            "model_type": "gpt_oss", "num_key_value_heads": 2, "head_dim": 12, "num_local_experts": 5,
+            "num_experts_per_tok": 2, "sliding_window": 7,
+            "rope_parameters": {"rope_type": "yarn", "rope_theta": 1000.0, **YARN_KEYS, "truncate": False},
+        },
+    ),
+    "glm4_moe": (
+        {
+            "family": "glm4_moe", "kv_heads": 2, "layers": 3, "experts": 8, "rotary_fraction": 0.5, "head_dim": 12,
+            "attention_bias": True, "query_key_norm": True, "dense_layers": 1, "dense_ffn": 56,
+            "tie_embeddings": False,
+            "routing": {**NOT_BALANCED, "shared": 1, "groups": 4, "top_groups": 2, "scale": 2.5},
+        },
+        {
+            "model_type": "glm4_moe", "num_key_value_heads": 2, "num_hidden_layers": 3, "n_routed_experts": 8,
+            "head_dim": 12, "attention_bias": True, "use_qk_norm": True, "first_k_dense_replace": 1,
+            "intermediate_size": 56, "moe_intermediate_size": 40, "num_experts_per_tok": 2, "n_shared_experts": 1,
+            "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "norm_topk_prob": True,
+            "num_nextn_predict_layers": 0,
+        },
+    ),
 }  # fmt: skip
+NEW = ("olmo2", "olmo3", "smollm3", "phi3", "phi3, longrope", "gemma3_text", "gpt_oss", "glm4_moe")
+
+
+def same_logits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """To the bit. For families with eager attention, which adds up in another order, to 1e-5 of the largest."""
+    return bool((ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()) if name in NEW else torch.equal(ours, theirs)
+
+
+def kernel_of(name: str) -> str:
+    return "eager" if name in NEW else "sdpa"
 
 
 def ours_of(name: str) -> Model:
@@ -111,8 +214,10 @@ def theirs_of(name: str) -> torch.nn.Module:
     }  # fmt: skip
     torch.manual_seed(0)
     merged = {**settings, **overrides}
-    config = AutoConfig.for_model(merged.pop("model_type", "llama"), **merged)
-    reference = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
+    settings_of_theirs = AutoConfig.for_model(merged.pop("model_type", "llama"), **merged)
+    reference = AutoModelForCausalLM.from_config(
+        settings_of_theirs, attn_implementation=kernel_of(name), dtype=torch.float32
+    ).eval()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in reference.state_dict().values():
@@ -126,14 +231,14 @@ def test_an_export_has_the_logits_of_transformers_to_the_bit(tmp_path: Path, nam
     ours = built(name)
     export(tmp_path, ours)
     theirs, report = AutoModelForCausalLM.from_pretrained(
-        tmp_path, output_loading_info=True, attn_implementation="sdpa"
+        tmp_path, output_loading_info=True, attn_implementation=kernel_of(name)
     )
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert json.loads((tmp_path / "config.json").read_text())["architectures"] == [type(theirs).__name__]
-    assert type(theirs).__name__.lower().startswith(ours.shape.family.replace("_", ""))
+    assert type(theirs).__name__.lower().startswith(ours.shape.family.replace("_text", "").replace("_", ""))
     logits = ours(TOKENS)
     assert logits.std() > 1, "the comparison must mean something"
-    assert torch.equal(logits, theirs(TOKENS).logits)
+    assert same_logits(name, logits, theirs(TOKENS).logits)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -143,10 +248,10 @@ def test_a_checkpoint_of_transformers_gives_the_same_bits_under_the_spec(tmp_pat
     (tmp_path / "tokenizer.json").write_text(tokenizer_json())
     require_fit(read_hugging_face(tmp_path), ours_of(name), VOCABULARY)
     ours, _ = load_exported(tmp_path)
-    assert torch.equal(ours(TOKENS), theirs(TOKENS).logits)
+    assert same_logits(name, ours(TOKENS), theirs(TOKENS).logits)
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if name not in NEW])
 def test_training_walks_with_transformers_and_what_is_exported_then_is_still_its_model(
     tmp_path: Path, name: str
 ) -> None:
@@ -154,12 +259,9 @@ def test_training_walks_with_transformers_and_what_is_exported_then_is_still_its
     theirs.save_pretrained(tmp_path / "first")
     (tmp_path / "first" / "tokenizer.json").write_text(tokenizer_json())
     ours = load_exported(tmp_path / "first")[0].train()
-    # With a mask, transformers repeats keys and values. It also sorts the tokens of one expert in any order. So
-    # gradients
-    # add up differently. AdamW would divide a gradient of pure rounding errors by itself.
-    exact = "window" not in name and ours.shape.experts == 1
-    optimizer_of = partial(torch.optim.AdamW, lr=1e-3) if exact else partial(torch.optim.SGD, lr=0.1, momentum=0.9)
-    optimizers = [optimizer_of(model.parameters()) for model in (ours, theirs)]
+    # The attention and the loss of `transformers` add up in another order. AdamW would divide a gradient of pure
+    # rounding errors by itself.
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in (ours, theirs)]
     losses = []
     for step in range(4):
         rows = torch.randint(0, VOCABULARY, (2, CONTEXT), generator=torch.Generator().manual_seed(step))
@@ -170,12 +272,129 @@ def test_training_walks_with_transformers_and_what_is_exported_then_is_still_its
             value.backward()
             optimizer.step()
         losses.append((loss.item(), reference.item()))
-    assert max(abs(first - second) for first, second in losses) <= (0 if exact else 1e-5), losses
+    assert max(abs(first - second) for first, second in losses) <= 1e-5, losses
     export(tmp_path / "last", ours.eval())
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "last", attn_implementation="sdpa")
     assert torch.equal(reloaded(TOKENS).logits, ours(TOKENS))
     apart = (ours(TOKENS) - theirs.eval()(TOKENS).logits).abs().max()
-    assert apart <= (0 if exact else 1e-3), "on logits of standard deviation above 1"
+    assert apart <= 1e-3, "on logits of standard deviation above 1"
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_gradients_are_those_of_eager_transformers(tmp_path: Path, name: str) -> None:
+    theirs = theirs_of(name)
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
+    ours, _ = load_exported(tmp_path)
+    inputs, targets = TOKENS[:, :-1], TOKENS[:, 1:]
+    ours(inputs, targets).backward()
+    torch.nn.functional.cross_entropy(theirs(inputs).logits.flatten(0, 1), targets.flatten()).backward()
+    canonical = {key: parameter.grad for key, parameter in ours.named_parameters()}
+    compared = 0
+    for key, parameter in theirs.named_parameters():
+        places = published(ours.shape, VOCABULARY).get(key) or [Rows(key, 0, canonical[key].shape)]
+        parts = [
+            torch.cat(
+                list(
+                    published_rows(key, place, lambda tensor, *rows: iter([canonical[tensor][slice(*rows or (None,))]]))
+                )
+            )
+            for place in places
+        ]
+        found, expected = torch.cat(parts).reshape(parameter.shape), parameter.grad
+        compared += found.numel()
+        assert (found - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max())), key
+    assert compared == parameter_count(ours.shape, VOCABULARY)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_packed_documents_are_computed_as_if_each_were_alone(name: str) -> None:
+    model = built(name)
+    tokens = TOKENS[:1].clamp(min=1)
+    tokens[0, [9, 30]] = 0  # the ends of two documents
+    packed = model(tokens, segments=Segments.of_documents(document_ids(tokens, 0)))
+    # Positions of a document alone start at 0: rotation depends on differences only.
+    alone = torch.cat([model(part) for part in tokens.split([10, 21, 17], dim=1)], dim=1)
+    assert (packed - alone).abs().max() <= 1e-4 * alone.abs().max()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_planner_counts_the_parameters_of_the_real_module(name: str) -> None:
+    model = ours_of(name)
+    assert Architecture.of(model, VOCABULARY).parameters == parameter_count(model, VOCABULARY)
+
+
+def test_weights_of_gpt_oss_in_four_bits_are_read_exactly(tmp_path: Path) -> None:
+    ours = built("gpt_oss")
+    folder = tmp_path / "plain"
+    export(folder, ours)
+    tensors = load_file(folder / "model.safetensors")
+    generator = torch.Generator().manual_seed(4)
+    for layer in range(2):
+        name = f"model.layers.{layer}.mlp.experts.gate_up_proj"
+        blocks = torch.randint(0, 256, (5, 80, 1, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(118, 130, (5, 80, 1), generator=generator, dtype=torch.uint8)
+        tensors[name] = dequantised(blocks, scales).to(torch.float32)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    expected = {key: value for key, value in tensors.items() if not key.endswith(("_blocks", "_scales"))}
+    save_file(expected, folder / "model.safetensors")
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    (packed / "config.json").write_text((folder / "config.json").read_text())
+    save_file(
+        {key: value for key, value in tensors.items() if f"{key}_blocks" not in tensors}, packed / "model.safetensors"
+    )
+    plain, weights = read_hugging_face(folder), read_hugging_face(packed)
+    for key in plain.shapes:
+        assert torch.equal(weights.tensor(key), plain.tensor(key)), key
+        assert torch.equal(weights.part(key, (slice(3, 9),)), plain.tensor(key)[3:9])
+
+
+def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """As `transformers` does it: [experts, columns, rows] in bf16."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    return convert_moe_packed_tensors(blocks, scales)
+
+
+def test_layers_for_other_purposes_are_not_read(tmp_path: Path) -> None:
+    ours = built("glm4_moe")
+    export(tmp_path, ours)
+    tensors = load_file(tmp_path / "model.safetensors")
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(4, 4)}
+    save_file({**tensors, **extra}, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match=r"model\.layers\.3\.eh_proj\.weight is not part of a model"):
+        read_hugging_face(tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(settings | {"num_nextn_predict_layers": 1}))
+    assert read_hugging_face(tmp_path).shapes.keys() == ours.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; only None"),
+        ("gemma3_text", {"hidden_activation": "silu"}, "hidden_activation is 'silu'"),
+        ("gemma3_text", {"layer_types": ["full_attention"]}, "layer_types has 1 layers; num_hidden_layers is 3"),
+        ("gemma3_text", {"layer_types": ["chunked_attention"] * 3}, "layer_types is 'chunked_attention' in a layer"),
+        ("gemma3_text", {"sliding_window": None}, "sliding_window is null"),
+        ("smollm3", {"use_sliding_window": True}, "use_sliding_window is True"),
+        ("smollm3", {"no_rope_layers": [1, "0"]}, "no_rope_layers is .*; a list of integers is needed"),
+        ("olmo2", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
+        ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "rope_type of sliding_attention"),
+        ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "'longrope' without .*_factor"),
+        ("phi3", {"partial_rotary_factor": 0.4, "rope_parameters": None}, "partial_rotary_factor rotates 3 of 8"),
+        ("gpt_oss", {"swiglu_limit": 9.0}, "swiglu_limit is 9.0; only 7.0"),
+        ("glm4_moe", {"n_group": 3}, "n_group is 3; 8 experts need groups of one size"),
+        ("glm4_moe", {"topk_group": 5}, "topk_group is 5, of 4 groups"),
+    ],
+)
+def test_what_the_switches_of_a_family_cannot_express_is_refused_by_key(
+    name: str, changes: dict[str, object], message: str
+) -> None:
+    settings = {**config(ours_of(name), VOCABULARY, 0), **changes}
+    with pytest.raises(DataError, match=message):
+        read_config("config.json", settings)
 
 
 def test_a_window_hides_what_lies_before_it_with_documents_and_in_generation() -> None:

@@ -149,10 +149,10 @@ def test_a_tied_checkpoint_may_repeat_the_head_if_it_is_the_embedding(tmp_path: 
     ("changes", "message"),
     [
         ({"architectures": ["MistralForCausalLM"]}, "not .'LlamaForCausalLM'. of llama; that is of model_type mistral"),
-        ({"architectures": ["OlmoForCausalLM"]}, "OlmoForCausalLM.*LlamaForCausalLM, .*Dots1ForCausalLM can be read"),
+        ({"architectures": ["OlmoForCausalLM"]}, "OlmoForCausalLM.*LlamaForCausalLM, .*Glm4MoeForCausalLM can be read"),
         (
-            {"model_type": "olmo2"},
-            "model_type is 'olmo2'; only llama, mistral, qwen2, qwen3, mixtral, .*dots1 can be read",
+            {"model_type": "olmo"},
+            "model_type is 'olmo'; only llama, mistral, qwen2, qwen3, mixtral, .*glm4_moe can be read",
         ),
         ({"model_type": "qwen3"}, "not .'Qwen3ForCausalLM'. of qwen3; that is of model_type llama"),
         ({"model_type": "qwen2", "architectures": None, "use_sliding_window": True}, "use_sliding_window is True"),
@@ -161,7 +161,10 @@ def test_a_tied_checkpoint_may_repeat_the_head_if_it_is_the_embedding(tmp_path: 
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_type 'llama3' without low_freq_factor"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_type is 'yarn'; only default, linear and llama3"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2}},
+            "rope_type is 'dynamic'; only default, linear, llama3, yarn",
+        ),
         ({"rope_scaling": {"type": "linear", "factor": -1}}, "factor is -1"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not 1"),
         ({"head_dim": 64}, "q_proj.weight has the shape .32, 32.; the config asks for .256, 32."),

@@ -15,6 +15,7 @@ PAIRS: dict[str, object] = {**CHAT, "data.kind": "preferences"}
 LORA: dict[str, object] = {"training.lora.rank": 8, "model.init_from": "w"}
 
 FP8 = {"training.precision": "fp8", "cluster.accelerator": "nvidia"}
+GLM: dict[str, object] = {"model.family": "glm4_moe", "model.experts": 4, "model.routing.shared": 1}
 BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("batch", {"training.global_batch": 20, "training.micro_batch": 8}, "training.global_batch", 20, "use 16 or 24"),
     ("batch below unit", {"training.global_batch": 4, "training.micro_batch": 8}, "training.global_batch", 4, "use 8,"),
@@ -29,8 +30,22 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
      "use 96 or 112"),
     ("odd head", {"model.head_dim": 63}, "model.head_dim", 63, "use 62 or 64"),
     ("window of Llama", {"model.sliding_window": 64}, "model.sliding_window", 64, "family: mistral"),
-    ("head of Qwen2", {"model.family": "qwen2", "model.head_dim": 64}, "model.head_dim", 64, "family: qwen3"),
-    ("scaled by nothing", {"model.rope_scaling.factor": 8}, "model.rope_scaling.factor", 8.0, "llama3 or linear"),
+    ("head of Qwen2", {"model.family": "qwen2", "model.head_dim": 64}, "model.head_dim", 64, "or qwen3"),
+    ("window of a pattern", {"model.family": "olmo3"}, "model.sliding_window", None, "give the window"),
+    ("pattern of Llama", {"model.layer_pattern": ["full"]}, "model.layer_pattern", ("full",), "family: olmo3 or"),
+    ("part of a head", {"model.family": "phi3", "model.rotary_fraction": 0.55}, "model.rotary_fraction", 0.55, "even"),
+    ("dense layers of Mixtral", {"model.family": "mixtral", "model.experts": 4, "model.dense_layers": 1},
+     "model.dense_layers", 1, "family: dots1 or glm4_moe"),
+    ("only dense layers", {**GLM, "model.dense_layers": 9}, "model.dense_layers", 9, "use at most"),
+    ("uneven groups", {**GLM, "model.routing.groups": 3}, "model.routing.groups", 3, "use one of [1, 2]"),
+    ("few groups", {**GLM, "model.routing.groups": 2, "model.routing.top_k": 3},
+     "model.routing.top_groups", 1, "use 2"),
+    ("groups of Mixtral", {"model.family": "mixtral", "model.experts": 4, "model.routing.scale": 2},
+     "model.routing.scale", 2.0, "family: dots1"),
+    ("divisors of Llama", {"model.rope_scaling.kind": "longrope"}, "model.rope_scaling.kind", "longrope", "phi3"),
+    ("few divisors", {"model.family": "phi3", "model.rope_scaling": {"kind": "longrope", "long_factors": [1.0]}},
+     "model.rope_scaling.long_factors", "1 numbers", "give "),
+    ("scaled by nothing", {"model.rope_scaling.factor": 8}, "model.rope_scaling.factor", 8.0, "linear or llama3"),
     ("linear waves", {"model.rope_scaling": {"kind": "linear", "factor": 2, "original_context": 64}},
      "model.rope_scaling.original_context", 64, "use kind: llama3"),
     ("scaled by one", {"model.rope_scaling.kind": "linear"}, "model.rope_scaling.factor", 1.0, "above 1"),

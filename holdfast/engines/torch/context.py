@@ -104,7 +104,7 @@ class _Attention:
         layer, widths = self._attention, (k_BGTK.shape[-1], v_BGTV.shape[-1])
         k_BGSK, v_BGSV = self._whole(torch.cat((k_BGTK, v_BGTV), dim=-1)).split(widths, dim=-1)
         outputs = [
-            packed_attention(q_part, k_BGSK, v_BGSV, part, layer.window, layer.sinks, layer.scale)
+            packed_attention(q_part, k_BGSK, v_BGSV, part, layer.window, layer.local_sinks, layer.scale)
             for q_part, part in zip(q_BHTK.chunk(2, dim=2), segments, strict=True)
         ]
         return torch.cat(outputs, dim=2)

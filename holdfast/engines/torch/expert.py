@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from holdfast.model.decoder import Decoder, Mixture
-from holdfast.model.experts import Experts, Permuted, grouped, permuted
+from holdfast.model.experts import Experts, Matrices, Permuted, grouped, permuted
 
 
 def apply_expert_parallel(decoder: Decoder, mesh: DeviceMesh, tensor: int) -> list[Experts]:
@@ -42,12 +42,12 @@ class Exchange:
         self._group = group
         self._averaged = group.size() / tensor
 
-    def __call__(self, x_SD: Tensor, ends_E: Tensor, gate_up: Tensor, down: Tensor, hidden: int) -> Tensor:
+    def __call__(self, x_SD: Tensor, ends_E: Tensor, weights: Matrices) -> Tensor:
         """See `grouped`. All ranks of the group call it together."""
         ranks = self._group.size()
-        gate_up, down = self._here(gate_up), self._here(down)
+        weights = weights.with_tensors(self._here)
         if ranks == 1:
-            return grouped(x_SD, ends_E, gate_up, down, hidden)
+            return grouped(x_SD, ends_E, weights)
         sent = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ranks, -1)  # rows to each rank, for each of its experts
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
@@ -56,7 +56,7 @@ class Exchange:
         expert_S = torch.arange(sent.shape[1], device=sent.device).repeat(ranks).repeat_interleave(received.flatten())
         order_S = expert_S.argsort(stable=True)  # from order by rank and expert, to order by expert and rank
         x_SD, inverse_S = permuted(x_SD, order_S)
-        y_SD = grouped(x_SD, received.sum(0).cumsum(0), gate_up, down, hidden)
+        y_SD = grouped(x_SD, received.sum(0).cumsum(0), weights)
         return _exchange(Permuted.apply(y_SD, inverse_S, order_S), out, back, self._group)
 
     def _here(self, matrix: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class Stage(Decoder):
         """From token ids [B, T] in the first stage, else the residual stream, to the residual stream. The last stage
         returns the sum of the losses. `share_B` scales the gradient of a sequence's charge as it scales that of its
         loss."""
-        x_BTD = self.model.embed_tokens(x) if self.first else x
+        x_BTD = self.embed(x) if self.first else x
         x_BTD, unevenness_B = self.through(x_BTD, 0, self.shape.context, segments)
         charge_B = self.charge(unevenness_B, targets_BT)
         if charge_B is not None:

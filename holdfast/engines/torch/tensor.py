@@ -11,7 +11,9 @@ shards (`expert`). Experts have few columns, and one rank's columns would not be
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -27,7 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from holdfast.model.decoder import Decoder, Mixture
+from holdfast.model.decoder import Decoder, Layer, Mixture, WholeNorm
 from holdfast.model.experts import Router
 from holdfast.model.token_logprobs import token_logprobs
 
@@ -37,13 +39,15 @@ SEQUENCE = Shard(1)  # of [B, T, D]
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Split every matrix over `mesh`, which has one dimension. Every parameter becomes a DTensor on it. The loss is
     the same on all ranks."""
-    normed = decoder.shape.query_key_norm
     for layer in decoder.model.layers:
         if layer is not None:
             mixture = layer.mlp if isinstance(layer.mlp, Mixture) else None
-            plan = _attention_plan(normed)
+            plan = _attention_plan(layer)
             plan |= _feed_forward_plan("mlp") if mixture is None else _mixture_plan(mixture)
             _cut(layer, mesh, plan)
+            sinks = layer.self_attn.sinks
+            if sinks is not None:  # of this rank's heads
+                layer.self_attn.sinks = nn.Parameter(distribute_tensor(sinks, mesh, [Shard(0)], src_data_rank=None))
             if mixture is not None:
                 mixture.gate.cut(mesh.size(), lambda counts: _added_up(counts, mesh))
     decoder.logprobs = partial(_shard_logprobs, decoder, mesh)  # type: ignore[method-assign]
@@ -59,12 +63,11 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
         _cut(decoder, mesh, {"lm_head": ColwiseParallel(use_local_output=False)})
 
 
-def _attention_plan(normed: bool) -> dict[str, ParallelStyle]:
+def _attention_plan(layer: Layer) -> dict[str, ParallelStyle]:
     """Attention receives whole sequences. Each rank computes its own heads, and their sums are scattered along the
     sequence."""
     replicated = Replicate()
     plan: dict[str, ParallelStyle] = {
-        "input_layernorm": SequenceParallel(),
         "self_attn": PrepareModuleInput(
             input_layouts=(SEQUENCE, None, None, None, None), desired_input_layouts=(replicated, None, None, None, None)
         ),
@@ -72,10 +75,12 @@ def _attention_plan(normed: bool) -> dict[str, ParallelStyle]:
         "self_attn.k_proj": ColwiseParallel(),
         "self_attn.v_proj": ColwiseParallel(),
         "self_attn.o_proj": RowwiseParallel(output_layouts=SEQUENCE),
-        "post_attention_layernorm": SequenceParallel(),
     }
-    if normed:  # queries and keys, each head by itself: [B, T, H, K]
-        plan |= {f"self_attn.{norm}": _of_own_heads() for norm in ("q_norm", "k_norm")}
+    plan |= {name: SequenceParallel() for name, part in layer.named_children() if isinstance(part, nn.RMSNorm)}
+    norm = layer.self_attn.q_norm
+    if norm is not None:  # queries and keys, each head separately, [B, T, H, K], or the whole width, [B, T, D]
+        own_heads = _OfWholeWidth if isinstance(norm, WholeNorm) else _of_own_heads
+        plan |= {f"self_attn.{norm}": own_heads() for norm in ("q_norm", "k_norm")}
     return plan
 
 
@@ -109,14 +114,22 @@ class _OfParts(ParallelStyle):
         module.register_parameter("weight", nn.Parameter(weight))
         if isinstance(module, Router):
             module.project = _project
+            if module.bias is not None:
+                bias = distribute_tensor(module.bias, device_mesh, [Replicate()], src_data_rank=None)
+                module.register_parameter("bias", nn.Parameter(bias))
+                module.whole = _of_own_tokens
         else:
             module.forward = lambda x: _project(x, module.get_parameter("weight"))
         return module
 
 
 def _project(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, _of_own_tokens(weight))
+
+
+def _of_own_tokens(weight: Tensor) -> Tensor:
     assert isinstance(weight, DTensor)
-    return F.linear(x, weight.to_local(grad_placements=[Partial()]))  # each rank's tokens give a part of its gradient
+    return weight.to_local(grad_placements=[Partial()])  # each rank's tokens give a part of its gradient
 
 
 def _shard_logprobs(decoder: Decoder, mesh: DeviceMesh, x: Tensor, targets: Tensor) -> Tensor:
@@ -145,6 +158,32 @@ def _added_up(counts: Tensor, mesh: DeviceMesh) -> Tensor:
 def _of_own_heads() -> ParallelStyle:
     """A norm with its weights on every rank. Each rank applies it to its own heads."""
     return SequenceParallel(sequence_dim=2, use_local_output=True)
+
+
+class _OfWholeWidth(ParallelStyle):
+    """A norm over the whole width. Each rank has the weights of its own part of the width."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        assert isinstance(module, WholeNorm)
+        weight = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(weight))
+        module.add_up = lambda part: _Sum.apply(part, device_mesh)
+        return module
+
+
+class _Sum(torch.autograd.Function):
+    """The sum over ranks. Each rank uses it for its own part of the width, so its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, mesh: DeviceMesh) -> Tensor:
+        """Add up."""
+        ctx.mesh = mesh
+        return _added_up(part, mesh)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Add up the gradients."""
+        return _added_up(gradients[0], ctx.mesh), None
 
 
 class _WholeSequence(SequenceParallel):

@@ -181,7 +181,7 @@ def _origin(record: RunRecord) -> Iterator[tuple[str, str]]:
 def _model(record: RunRecord) -> Iterator[tuple[str, str]]:
     """The published model that the run started from, and the fields that its weights determine."""
     if (spec := record.whole_spec()) is not None and spec.model.init_from:
-        fields = fixed_fields(spec.model, spec.model.rope_scaling.kind)
+        fields = fixed_fields(spec.model)
         shape = ", ".join(f"{name} {value}" for name, value in fields.items() if value is not None)
         yield "from", f"{spec.model.init_from}: {shape}, context {spec.model.context}"
 

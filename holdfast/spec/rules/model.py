@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.spec.errors import Problem
-from holdfast.spec.model import LEAST_HIDDEN, MIXTURES, Routing
+from holdfast.spec.model import DENSE_FIRST, LEAST_HIDDEN, MIXTURES, PRESETS, ROPE_FIELDS, Model, Routing
 from holdfast.spec.tree import Spec
+
+# fields that only some families have (`Preset.fields`)
+_FAMILY_FIELDS = tuple(sorted({field for preset in PRESETS.values() for field in preset.fields}))
 
 # The nearest multiples of a unit, for remedies.
 
@@ -56,27 +59,41 @@ def check_heads(spec: Spec) -> Iterator[Problem]:
 def check_model_family(spec: Spec) -> Iterator[Problem]:
     """A field that only some families have is given only for them. Readers of other families would ignore it."""
     model = spec.model
-    if model.sliding_window is not None and model.family not in ("mistral", "mixtral"):
+    for field in _FAMILY_FIELDS:
+        value = getattr(model, field)
+        if field in model.preset.fields or value == type(model).model_fields[field].default:
+            continue
+        families = [name for name, preset in PRESETS.items() if field in preset.fields]
+        yield Problem(
+            f"model.{field}",
+            value,
+            f"is not part of model.family: {model.family}"
+            + (", whose heads fill the width" if field == "head_dim" else ""),
+            f"remove it, or use family: {' or '.join(families)}",
+        )
+    if "sliding" in model.layer_kinds and model.sliding_window is None:
         yield Problem(
             "model.sliding_window",
-            model.sliding_window,
-            f"is not part of model.family: {model.family}",
-            "remove it, or use family: mistral or mixtral",
+            None,
+            f"is not given, and model.family: {model.family} has sliding layers",
+            "give the window in tokens, or layer_pattern: [full]",
         )
-    if model.head_dim is not None and model.family in ("qwen2", "qwen2_moe", "dots1"):
+    if model.rotary_fraction != 1 and (model.rotary_width % 2 or model.rotary_width < 2):
         yield Problem(
-            "model.head_dim",
-            model.head_dim,
-            f"is not part of model.family: {model.family}, whose heads fill the width",
-            f"remove it, or use family: {'qwen3' if model.family == 'qwen2' else 'qwen3_moe'}",
+            "model.rotary_fraction",
+            model.rotary_fraction,
+            f"rotates {model.rotary_width} of {model.head_width}, and rotary positions need pairs",
+            "use a fraction that gives an even number",
         )
 
 
 def check_experts(spec: Spec) -> Iterator[Problem]:
     """Only a family with experts has them, there are enough for `top_k`, and the export supports the balancing."""
     model, routing, mixture = spec.model, spec.model.routing, spec.model.family in MIXTURES
+    yield from _check_dense_layers(model)
     if mixture != (model.experts > 1):
-        dense, mixtures = "mistral, qwen2, qwen3 or llama", " or ".join(MIXTURES)
+        dense = " or ".join(family for family in PRESETS if family not in MIXTURES)
+        mixtures = " or ".join(MIXTURES)
         yield Problem(
             "model.experts",
             model.experts,
@@ -103,29 +120,82 @@ def check_experts(spec: Spec) -> Iterator[Problem]:
             f"is more than model.experts = {model.experts}",
             f"use at most {model.experts}",
         )
-    if (routing.shared > 0) != (model.family in ("qwen2_moe", "dots1")):
+    if (routing.shared > 0) != (model.preset.shared != "none"):
         yield Problem(
             "model.routing.shared",
             routing.shared,
             f"is not valid for model.family: {model.family}",
             "use 0" if routing.shared else "use 1 or more",
         )
-    if model.family == "mixtral" and not routing.normalise:
-        yield Problem("model.routing.normalise", False, "is not valid for model.family: mixtral", "use true")
+    if model.normalised and not routing.normalise:
+        yield Problem("model.routing.normalise", False, f"is not valid for model.family: {model.family}", "use true")
+    yield from _check_groups(model)
     if routing.balance == "bias" and not model.biased_routing:
         yield Problem(
             "model.routing.balance",
             "bias",
             f"changes biases that weights of model.family: {model.family} do not have, so its export would choose "
             "different experts",
-            "use auxiliary, or family: dots1",
+            "use auxiliary, or family: dots1 or glm4_moe",
+        )
+
+
+def _check_groups(model: Model) -> Iterator[Problem]:
+    """Fields of DeepSeek's router and of dense first layers: only for its families, and there are enough experts."""
+    routing, plain = model.routing, Routing()
+    if model.family not in DENSE_FIRST:
+        for field in ("groups", "top_groups", "scale"):
+            if getattr(routing, field) != getattr(plain, field):
+                yield Problem(
+                    f"model.routing.{field}",
+                    getattr(routing, field),
+                    f"is not part of model.family: {model.family}",
+                    f"remove it, or use family: {' or '.join(DENSE_FIRST)}",
+                )
+    elif model.experts % routing.groups or model.experts // routing.groups < 2:
+        yield Problem(
+            "model.routing.groups",
+            routing.groups,
+            f"does not divide model.experts = {model.experts} into groups of 2 or more",
+            f"use one of {[n for n in range(1, model.experts // 2 + 1) if model.experts % n == 0]}",
+        )
+    elif routing.top_groups > routing.groups or routing.top_groups * (model.experts // routing.groups) < routing.top_k:
+        yield Problem(
+            "model.routing.top_groups",
+            routing.top_groups,
+            f"of {routing.groups} groups has fewer experts than top_k = {routing.top_k}, or is more than groups",
+            f"use {-(-routing.top_k * routing.groups // model.experts)} to {routing.groups}",
+        )
+
+
+def _check_dense_layers(model: Model) -> Iterator[Problem]:
+    """Dense first layers exist only in a mixture that has them, and some layer has experts."""
+    for field in ("dense_layers", "dense_ffn"):
+        value = getattr(model, field)
+        if not value:
+            continue
+        if model.family not in DENSE_FIRST:
+            yield Problem(
+                f"model.{field}",
+                value,
+                f"is not part of model.family: {model.family}",
+                f"remove it, or use family: {' or '.join(DENSE_FIRST)}",
+            )
+        elif not model.dense_layers:
+            yield Problem("model.dense_ffn", value, "has no effect without model.dense_layers", "remove it")
+    if model.family in DENSE_FIRST and model.dense_layers >= model.layers:
+        yield Problem(
+            "model.dense_layers",
+            model.dense_layers,
+            f"leaves no layer with experts of model.layers = {model.layers}",
+            f"use at most {model.layers - 1}",
         )
 
 
 def check_rope(spec: Spec) -> Iterator[Problem]:
     """Fields for scaling of frequencies are given only for their kind, and the factor scales the frequencies."""
     scaling = spec.model.rope_scaling
-    used = {"none": (), "linear": ("factor",)}.get(scaling.kind, tuple(type(scaling).model_fields))
+    used = ROPE_FIELDS[scaling.kind]
     for name, info in type(scaling).model_fields.items():
         value = getattr(scaling, name)
         if name != "kind" and name not in used and value != info.default:
@@ -133,9 +203,11 @@ def check_rope(spec: Spec) -> Iterator[Problem]:
                 f"model.rope_scaling.{name}",
                 value,
                 f"is not used by kind: {scaling.kind}",
-                "remove it, or use kind: llama3" + (" or linear" if name == "factor" else ""),
+                f"remove it, or use kind: {' or '.join(kind for kind in ROPE_FIELDS if name in ROPE_FIELDS[kind])}",
             )
-    if scaling.kind != "none" and scaling.factor <= 1:
+    if scaling.kind == "longrope":
+        yield from _check_longrope(spec.model)
+    elif scaling.kind != "none" and scaling.factor <= 1:
         yield Problem(
             "model.rope_scaling.factor",
             scaling.factor,
@@ -149,6 +221,23 @@ def check_rope(spec: Spec) -> Iterator[Problem]:
             f"is not above low_frequency_factor = {scaling.low_frequency_factor}",
             f"use a number above {scaling.low_frequency_factor}",
         )
+
+
+def _check_longrope(model: Model) -> Iterator[Problem]:
+    """Phi's scaling: a divisor for each frequency."""
+    if model.family != "phi3":
+        yield Problem(
+            "model.rope_scaling.kind", "longrope", f"is not part of model.family: {model.family}", "use family: phi3"
+        )
+    for field in ("short_factors", "long_factors"):
+        count = len(getattr(model.rope_scaling, field))
+        if count != model.rotary_width // 2:
+            yield Problem(
+                f"model.rope_scaling.{field}",
+                f"{count} numbers",
+                f"is not one number for each of the {model.rotary_width // 2} frequencies",
+                f"give {model.rotary_width // 2}, those of config.json",
+            )
 
 
 def check_stage_count(spec: Spec) -> Iterator[Problem]:
