@@ -17,7 +17,7 @@ import numpy as np
 
 from holdfast.corpus.encode import LossyError, exact_offsets, is_lossless, require_same
 from holdfast.corpus.files import read_user_file
-from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED, UNDESIRABLE
 from holdfast.rendering.chat import CLOSE, OPEN, Rendered
 from holdfast.rendering.process import Template, TemplateRefusedError
 from holdfast.spec.data import Data
@@ -83,7 +83,7 @@ class ChatTemplate:
 
 class ChatEncoder:
     """Encodes conversations (from `conversation_text`) as tokens with their marks, uint32. Of pairs (from
-    `pair_text`), each answer after its prompt becomes a separate document."""
+    `pair_text`) and labeled answers (from `labeled_text`), each answer after its prompt becomes a document."""
 
     def __init__(self, tokenizer_json: str, template: ChatTemplate, end_of_text: int) -> None:
         """`end_of_text` ends plain-text answers."""
@@ -99,7 +99,12 @@ class ChatEncoder:
         """The tokens, as little-endian bytes. The first one never counts, because nothing precedes it. Raises
         ConversationError, and LossyError if the tokens do not decode to the text."""
         ends: dict[bool, list[int]] = {False: [], True: [self._end]}
-        return b"".join(self._marked(part, spans, ends[plain]) for part, spans, plain in self._template.rendered(text))
+        encoded = b"".join(
+            self._marked(part, spans, ends[plain]) for part, spans, plain in self._template.rendered(text)
+        )
+        if json.loads(text).get("label") is False:
+            encoded = (np.frombuffer(encoded, dtype="<u4") | np.uint32(UNDESIRABLE)).tobytes()
+        return encoded
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
@@ -214,7 +219,7 @@ def read_template(data: Data) -> ChatTemplate:
         templates = templates_next_to(place, settings)
     text = templates.pop("default", None)
     named_templates = {name: text_of_name for name, text_of_name in templates.items() if name in TEMPLATE_NAMES}
-    if text is None and (named_templates or (data.kind == "preferences" and given is None)):
+    if text is None and (named_templates or (data.kind in ("preferences", "unpaired") and given is None)):
         text = ""  # plain texts need none, and those with tools use another one
     if text is None:
         raise DataError(
@@ -320,6 +325,21 @@ def pair_text(record: Any) -> str | None:
     ):
         chosen, rejected = chosen[size:], rejected[size:]
     return dumped({"prompt": prompt, "chosen": chosen, "rejected": rejected, **template_inputs(record)})
+
+
+def labeled_text(record: Any) -> str | None:
+    """The prompt, the answer and the label of a record as JSON, or None without them. Raises ConversationError for
+    values that a template cannot take, and for a label that is not true or false."""
+    if not isinstance(record, dict):
+        return None
+    prompt: Any = record.get("prompt")
+    completion: Any = record.get("completion")
+    if type(prompt) is not type(completion) or not _answers(prompt) or not _answers(completion):
+        return None
+    label = record.get("label")
+    if not isinstance(label, bool):
+        raise ConversationError(f"its 'label' is {json.dumps(label)[:40]}; write true or false")
+    return dumped({"prompt": prompt, "completion": completion, "label": label, **template_inputs(record)})
 
 
 def _answers(value: Any) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, BinaryIO, Literal
 
-from holdfast.corpus.chat import ConversationError, conversation_text, pair_text
+from holdfast.corpus.chat import ConversationError, conversation_text, labeled_text, pair_text
 from holdfast.corpus.files import (
     LFS_ADVICE,
     LFS_POINTER,
@@ -47,11 +47,12 @@ class Flaw:
 
 
 Record = str | Flaw | None  # None: a blank line
-Kind = Literal["text", "chat", "preferences"]
+Kind = Literal["text", "chat", "preferences", "unpaired"]
 
 FILTERS = ("too_short", "too_long", "repetitive")  # reasons of `data.cleaning`; any other reason is a fault
 READERS: dict[Kind, tuple[Callable[[Any], str | None], str]] = {
     "chat": (conversation_text, "conversation under 'messages', a list of {role, content}"),
+    "unpaired": (labeled_text, "answer under 'prompt', 'completion' and 'label', texts or lists of {role, content}"),
     "preferences": (pair_text, "pair under 'prompt', 'chosen' and 'rejected', texts or lists of {role, content}"),
 }
 

@@ -67,7 +67,7 @@ def texts(record: Any) -> Iterator[str]:
 
 def _rewrite(record: Any, change: Callable[[str], str]) -> None:
     """Replace each text of a conversation or a pair by `change` of it."""
-    for key in ("messages", "prompt", "chosen", "rejected"):
+    for key in ("messages", "prompt", "chosen", "rejected", "completion"):
         value = record.get(key)
         if isinstance(value, str):
             record[key] = change(value)

@@ -22,7 +22,7 @@ from holdfast.dataset.permutation import Indices, Permutation, derive_key
 from holdfast.dataset.remote import Bucket, RemoteShard
 from holdfast.dataset.shards import OpenFiles, ShardFile, Tokens, file_bytes
 from holdfast.dataset.stream import TokenStream
-from holdfast.dataset.vocabulary import NO_TOKEN, bytes_of_tokens, only_chosen, prepended_bytes
+from holdfast.dataset.vocabulary import NO_TOKEN, bytes_of_tokens, only_chosen, only_desirable, prepended_bytes
 from holdfast.runtime.environment import cache_bytes
 from holdfast.spec.data import Shuffle
 from holdfast.spec.errors import DataError
@@ -164,9 +164,9 @@ class Dataset:
         return (self.manifest.chat or {}).get("text") or None
 
     @property
-    def pairs(self) -> bool:
-        """Whether documents come in pairs of a chosen and a rejected answer."""
-        return (self.manifest.chat or {}).get("kind") == "preferences"
+    def kind(self) -> str:
+        """The kind of the documents (`data.kind`)."""
+        return str((self.manifest.chat or {}).get("kind", "text"))
 
     def tokens(self, split: SplitName = "train") -> int:
         """The number of tokens in a split, over all sources."""
@@ -224,7 +224,7 @@ class Dataset:
     def validation(self, context: int, max_tokens: int, rows: int = READ_ROWS) -> Iterator[NDArray[np.int64]]:
         """Held-out text in order: int64 [n <= rows, context + 1], with at most `max_tokens` targets in total, but at
         least one sample. Sources share them by size. Every call gives the same tokens. Of preferences, the chosen
-        answers count.
+        answers count, and of unpaired answers the desirable ones.
 
         Raises DataError if there is not a single sample.
         """
@@ -243,7 +243,8 @@ class Dataset:
         count = min(total, max(1, max_tokens // context))
         bounds = np.cumsum([0, *counts]) * count // total  # whole samples, `count` together
         samples = self._validation(streams, np.diff(bounds).tolist(), context, rows)
-        return map(only_chosen, samples) if self.pairs else samples
+        select = {"preferences": only_chosen, "unpaired": only_desirable}.get(self.kind)
+        return samples if select is None else map(select, samples)
 
     def validation_documents(self) -> Iterator[Tokens]:
         """The held-out text documents in order, source by source, without their end-of-text tokens."""

@@ -92,7 +92,8 @@ def _types(component: Any) -> set[str]:
     return {component.get("type", "")}.union(*(_types(part) for part in parts))
 
 
-# Marks of tokens in a dataset of conversations: whether a token counts in the loss, and whether it ends a document.
+# Marks of tokens in a dataset of conversations: whether a token counts in the loss, whether it ends a document, and
+# whether it is part of an undesirable answer.
 #
 # Marks are bits above the id, in the shards and in the rows of a batch. So code that orders, reads and caches tokens
 # does not depend on them. Tokens of plain text have no marks: all of them count, and a separate token ends each
@@ -100,7 +101,8 @@ def _types(component: Any) -> set[str]:
 
 UNCOUNTED = 1 << 31  # read, but not counted as a target
 ENDS = 1 << 30  # the last token of its document
-ID = ENDS - 1  # the bits of the id itself
+UNDESIRABLE = 1 << 29  # part of an answer that the model should not give
+ID = UNDESIRABLE - 1  # the bits of the id itself
 NO_TOKEN = -1  # in place of the end-of-text token if marks end documents
 
 
@@ -111,3 +113,8 @@ def only_chosen(rows: NDArray[np.int64]) -> NDArray[np.int64]:
     marked = rows.copy()
     marked[:, 1:][rejected] |= UNCOUNTED
     return marked
+
+
+def only_desirable(rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Rows of labeled answers in which only the desirable ones count."""
+    return np.where(rows & UNDESIRABLE != 0, rows | UNCOUNTED, rows)

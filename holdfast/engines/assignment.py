@@ -12,15 +12,14 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from holdfast.engines.grid import Grid
-from holdfast.objectives.interface import ObjectiveName
-from holdfast.objectives.table import OBJECTIVE_OF_DATA
+from holdfast.objectives.table import objective_of
 from holdfast.spec import Spec
 from holdfast.spec.cluster import COLLECTIVE_TIMEOUT_MINUTES
 from holdfast.spec.data import Shuffle
 from holdfast.spec.errors import DataError
 from holdfast.spec.model import Model
 from holdfast.spec.operations import Telemetry
-from holdfast.spec.training import Checkpoint, Parallel, Training
+from holdfast.spec.training import Checkpoint, ObjectiveName, Parallel, Training
 
 
 class Assignment(BaseModel):
@@ -74,7 +73,7 @@ class Assignment(BaseModel):
             nodes=spec.cluster.nodes.max,
             collective_timeout_minutes=spec.cluster.collective_timeout_minutes,
             document_masks=spec.data.document_masks,
-            objective=OBJECTIVE_OF_DATA[spec.data.kind],
+            objective=objective_of(spec),
             shuffle=spec.data.shuffle,
             source_weights=None if None in weights else tuple(weight for weight in weights if weight is not None),
             first_weights=first_weights,

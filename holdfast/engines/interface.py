@@ -7,7 +7,7 @@ save. State is exchanged as boxes with canonical names, so any engine can contin
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -33,9 +33,10 @@ class Judge(Protocol):
 class StepOutput:
     """Measurements of one optimizer step. Tensors stay on the device, so the loop decides when to read them."""
 
-    loss: torch.Tensor  # mean over the counted tokens of the global batch, nats
+    loss: torch.Tensor  # of the global batch, in nats; for next tokens the mean over the counted ones
     grad_norm: torch.Tensor  # before clipping
     held: torch.Tensor | None = None  # 1.0 if the update was held back; None: it never is
+    metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)  # of the objective, by name: scalars
 
 
 class Engine(Protocol):

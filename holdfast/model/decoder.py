@@ -446,13 +446,12 @@ class Decoder(nn.Module):
         includes that of their unevenness, charged for each counted token of a sequence. The value does not include
         it."""
         losses_BT = -self.logprobs(x_BTD, targets_BT)
+        charge_B = self.charge(unevenness_B, targets_BT)
+        if charge_B is not None:  # its gradient comes with the first loss of each sequence
+            losses_BT = torch.cat((losses_BT[:, :1] + (charge_B - charge_B.detach())[:, None], losses_BT[:, 1:]), 1)
         if reduction == "none":
             return losses_BT
         loss = losses_BT.sum()
-        charge_B = self.charge(unevenness_B, targets_BT)
-        if charge_B is not None:
-            charge = charge_B.sum()
-            loss = loss + (charge - charge.detach())
         return loss / (targets_BT != IGNORED).sum() if reduction == "mean" else loss
 
     def logprobs(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:

@@ -1,48 +1,63 @@
 """Interface between an engine and the objective of a step.
 
-A step minimizes a sum over the global batch, divided by an integer: the number of its terms. The objective defines the
-terms. The engine divides the batch among ranks and micro-batches, and adds the sums. So a result does not depend on the
-division, which a mean of means would.
+A step minimizes a weighted sum of terms. Each term is a sum over the global batch, divided by an integer: a count of
+tokens, answers or pairs. The objective defines sums and counts. The engine divides the batch among ranks and
+micro-batches, and adds both. So a result does not depend on the division, which a mean of means would.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal, NamedTuple, Protocol
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from holdfast.objectives.micro_batches import MicroBatch
 
-ObjectiveName = Literal["next_token", "dpo"]
+# What an objective uses in addition to the losses of the trained model: the losses of a frozen reference model, and the
+# divergence from it on answers to other prompts.
+Need = Literal["reference", "divergence"]
 
 
-class TokenLosses(Protocol):
-    """A model that returns the loss of each target, [B, T], without a gradient."""
+class ObjectiveInputs(NamedTuple):
+    """What an engine computes for an objective from a micro-batch. Only `losses` has a gradient."""
 
-    def __call__(self, batch: MicroBatch) -> Tensor:
-        """The losses of a micro-batch."""
+    losses: Tensor  # [B, T], fp32: the cross-entropy of each target
+    reference: Tensor | None = None  # [B, T]: the same under the reference model
+    divergence: Tensor | None = None  # of the global batch, in nats, at least 0
 
 
 class Objective(Protocol):
     """What a step minimizes."""
 
-    needs_reference: ClassVar[bool]  # whether `loss_sum` needs the losses of a frozen reference model
+    needs: ClassVar[frozenset[Need]]
+    terms: tuple[str, ...]  # names of the sums, for the history
+    weights: tuple[float, ...]  # of the first terms, which the loss consists of; the remaining ones are metrics
 
-    def count(self, rows: Tensor) -> Tensor:
-        """The number of terms in `rows`: an integer scalar on their device. `rows` are [rows, context + 1] ids with
+    def counts(self, rows: Tensor) -> Tensor:
+        """The divisor of each term in `rows`: int64 [terms] on their device. `rows` are [rows, context + 1] ids with
         their marks (see `dataset.vocabulary`)."""
 
-    def loss_sum(self, policy: nn.Module, reference: TokenLosses | None, batch: MicroBatch) -> Tensor:
-        """The sum of the terms of a micro-batch, in fp32. `policy` is the model that is trained, or this rank's part
-        of it."""
+    def sums(self, given: ObjectiveInputs, batch: MicroBatch) -> Tensor:
+        """The sum of each term of a micro-batch: fp32 [terms]. Metrics have no gradient."""
 
 
 def count_terms(objective: Objective, rows: Tensor, contributes: bool = True) -> Tensor:
-    """The number of terms in the global batch, of which `rows` are this rank's: an fp32 scalar on their device. Of
-    ranks with the same rows, `contributes` is true on one. A collective call. The result is at least 1, so a batch
-    without terms has the loss 0."""
-    counted = objective.count(rows) * contributes
+    """The divisors of the global batch, of which `rows` are this rank's: fp32 [terms] on their device. Of ranks with
+    the same rows, `contributes` is true on one. A collective call. Divisors are at least 1, so a batch without terms
+    has the loss 0."""
+    counted = objective.counts(rows) * contributes
     if dist.is_initialized():
         dist.all_reduce(counted)
     return counted.clamp(min=1).float()
+
+
+def metrics_of(objective: Objective, values: Tensor) -> dict[str, Tensor]:
+    """The values of all terms by name. An objective with a single term has none, because its loss says the same."""
+    return dict(zip(objective.terms, values.unbind(), strict=True)) if len(objective.terms) > 1 else {}
+
+
+def weighted(objective: Objective, values: Tensor) -> Tensor:
+    """The loss from the values of all terms: a scalar."""
+    weights = values.new_tensor(objective.weights)
+    return (values[: len(weights)] * weights).sum()

@@ -21,6 +21,7 @@ class MicroBatch(NamedTuple):
     targets: Tensor  # [B, T], IGNORED where a target has no loss
     documents: Tensor | None  # [B, T]: the number of each token's document in its row; None without masks
     segments: Segments  # the documents of whole rows, for attention; each row is one without masks
+    marks: Tensor  # [B, T]: the targets with their marks
 
 
 def micro_batches(rows: Tensor, size: int, end_of_text: int | None, device: torch.device) -> Iterator[MicroBatch]:
@@ -33,9 +34,9 @@ def micro_batches(rows: Tensor, size: int, end_of_text: int | None, device: torc
             numbers = _documents(part, end_of_text)
             segments, documents = Segments.of_documents(numbers), numbers.to(device, non_blocking=True)
         here = part.to(device, non_blocking=True)
-        tokens, targets = here[:, :-1] & ID, here[:, 1:]
-        targets = torch.where(targets & UNCOUNTED != 0, IGNORED, targets & ID)
-        yield MicroBatch(tokens, targets, documents, segments)
+        tokens, marks = here[:, :-1] & ID, here[:, 1:]
+        targets = torch.where(marks & UNCOUNTED != 0, IGNORED, marks & ID)
+        yield MicroBatch(tokens, targets, documents, segments, marks)
 
 
 def _documents(rows: Tensor, end_of_text: int) -> Tensor:

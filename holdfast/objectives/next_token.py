@@ -7,23 +7,29 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from holdfast.dataset.vocabulary import UNCOUNTED
-from holdfast.objectives.interface import TokenLosses
+from holdfast.objectives.interface import Need, ObjectiveInputs
 from holdfast.objectives.micro_batches import MicroBatch
 
 
 class NextToken:
-    """See `Objective`. A term is a counted target."""
+    """See `Objective`. The term is a counted target."""
 
-    needs_reference: ClassVar[bool] = False
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    terms: tuple[str, ...] = ("cross_entropy",)
+    weights: tuple[float, ...] = (1.0,)
 
-    def count(self, rows: Tensor) -> Tensor:
+    def counts(self, rows: Tensor) -> Tensor:
         """See Objective."""
-        return (rows[:, 1:] & UNCOUNTED == 0).sum()
+        return counted_tokens(rows)[None]
 
-    def loss_sum(self, policy: nn.Module, reference: TokenLosses | None, batch: MicroBatch) -> Tensor:  # noqa: ARG002
+    def sums(self, given: ObjectiveInputs, batch: MicroBatch) -> Tensor:  # noqa: ARG002
         """See Objective."""
-        loss: Tensor = policy(batch.tokens, batch.targets, batch.segments, reduction="sum")
-        return loss
+        return given.losses.sum()[None]
+
+
+def counted_tokens(rows: Tensor) -> Tensor:
+    """The number of targets that count."""
+    return (rows[:, 1:] & UNCOUNTED == 0).sum()

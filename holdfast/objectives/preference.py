@@ -1,57 +1,114 @@
-"""Preference loss: direct preference optimization (Rafailov et al. 2023), in its sigmoid form, as in `trl`.
+"""Objectives of preference pairs: DPO and ORPO.
 
 In a row of a preference dataset, every even document is a chosen answer. The next document is the rejected answer to
-the same prompt. The loss of a step is the sum over the pairs of the global batch, divided by their number.
+the same prompt. Formulas are those of `trl`.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+import math
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from holdfast.dataset.vocabulary import ENDS, UNCOUNTED
 from holdfast.model.decoder import numbered
 from holdfast.model.token_logprobs import IGNORED
-from holdfast.objectives.interface import TokenLosses
+from holdfast.objectives.interface import Need, ObjectiveInputs
 from holdfast.objectives.micro_batches import MicroBatch
+
+CERTAIN = -(2.0**-20)  # the highest mean log-probability of an answer's tokens whose odds are computed
 
 
 class DirectPreference:
-    """See `Objective`. A term is a pair of answers."""
+    """Direct preference optimization (Rafailov et al. 2023) in its sigmoid form. The loss of a pair is -log sigmoid(
+    beta * margin). The margin is how much more the model prefers the chosen answer than the reference does, in nats.
+    """
 
-    needs_reference: ClassVar[bool] = True
+    needs: ClassVar[frozenset[Need]] = frozenset({"reference"})
+    terms: tuple[str, ...] = ("pair_loss", "reward_accuracy", "reward_margin")
+    weights: tuple[float, ...] = (1.0,)
 
     def __init__(self, beta: float) -> None:
-        """`beta` is the weight of a margin. See `preference_loss`."""
+        """`beta` is the weight of a margin."""
         self._beta = beta
 
-    def count(self, rows: Tensor) -> Tensor:
+    def counts(self, rows: Tensor) -> Tensor:
+        """See Objective."""
+        return counted_pairs(rows).expand(3)
+
+    def sums(self, given: ObjectiveInputs, batch: MicroBatch) -> Tensor:
+        """See Objective. The reward of an answer is beta times the difference of log-likelihoods."""
+        assert given.reference is not None
+        pairs = Pairs.of(given.reference.float() - given.losses.float(), batch)
+        margin = self._beta * (pairs.chosen - pairs.rejected)
+        return torch.stack((pairs.total(-F.logsigmoid(margin)), *_metrics(pairs, margin)))
+
+
+class OddsRatio:
+    """Odds-ratio preference optimization (Hong et al. 2024), which needs no reference model. The loss is the mean
+    cross-entropy of the chosen answers' tokens, plus beta times the mean over the pairs of -log sigmoid of the log odds
+    ratio. The probability of an answer is the geometric mean of its tokens'."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    terms: tuple[str, ...] = ("cross_entropy", "odds_ratio_loss", "reward_accuracy", "reward_margin")
+
+    def __init__(self, beta: float) -> None:
+        """`beta` is the weight of the odds ratio."""
+        self._beta = beta
+        self.weights: tuple[float, ...] = (1.0, beta)
+
+    def counts(self, rows: Tensor) -> Tensor:
         """See Objective."""
         documents = numbered(rows[:, :-1] & ENDS != 0)
-        counts = by_document((rows[:, 1:] & UNCOUNTED == 0).float(), documents)
-        return (counts[:, 0::2] > 0).sum()
+        chosen = (rows[:, 1:] & UNCOUNTED == 0) & (documents % 2 == 0)
+        return torch.stack((chosen.sum(), *counted_pairs(rows).expand(3)))
 
-    def loss_sum(self, policy: nn.Module, reference: TokenLosses | None, batch: MicroBatch) -> Tensor:
-        """See Objective."""
-        assert reference is not None
+    def sums(self, given: ObjectiveInputs, batch: MicroBatch) -> Tensor:
+        """See Objective. The reward of an answer is beta times the mean log-probability of its tokens."""
+        pairs = Pairs.of(-given.losses.float(), batch, mean=True)
+        odds = _log_odds(pairs.chosen) - _log_odds(pairs.rejected)
+        margin = self._beta * (pairs.chosen - pairs.rejected)
+        assert batch.documents is not None
+        of_chosen = torch.where(batch.documents % 2 == 0, given.losses.float(), 0.0).sum()
+        return torch.stack((of_chosen, pairs.total(-F.logsigmoid(odds)), *_metrics(pairs, margin)))
+
+
+class Pairs(NamedTuple):
+    """A value of each answer, [B, pairs]. Where there is no pair, it is that of a harmless answer."""
+
+    chosen: Tensor
+    rejected: Tensor
+    exists: Tensor  # bool
+
+    @classmethod
+    def of(cls, values: Tensor, batch: MicroBatch, mean: bool = False) -> Pairs:
+        """The sums of `values` [B, T] over each answer, or their means over its counted tokens."""
         assert batch.documents is not None, "the spec requires data.document_masks for pairs"
-        before = reference(batch)
-        losses = policy(batch.tokens, batch.targets, batch.segments, reduction="none")
-        return preference_loss(losses, before, batch.targets, batch.documents, self._beta)
+        sums = by_document(values, batch.documents)
+        counts = by_document((batch.targets != IGNORED).float(), batch.documents)
+        if mean:
+            sums = torch.where(counts > 0, sums, -1.0) / counts.clamp(min=1)
+        return cls(sums[:, 0::2], sums[:, 1::2], counts[:, 0::2] > 0)
+
+    def total(self, values: Tensor) -> Tensor:
+        """The sum of `values` [B, pairs] over the pairs."""
+        return torch.where(self.exists, values, 0.0).sum()
 
 
-def preference_loss(losses: Tensor, reference: Tensor, targets: Tensor, documents: Tensor, beta: float) -> Tensor:
-    """The sum over the pairs of -log sigmoid(beta * margin). `losses` and `reference` are the targets'
-    cross-entropies under the model and under its reference model. All tensors are [B, T]. A model's preference for
-    the chosen answer is the difference of log-likelihoods, in nats. The margin of a pair is the model's preference
-    minus the reference's."""
-    gained = by_document(reference.float() - losses.float(), documents)
-    there = by_document((targets != IGNORED).float(), documents)[:, 0::2] > 0
-    margin = gained[:, 0::2] - gained[:, 1::2]
-    return torch.where(there, -F.logsigmoid(beta * margin), 0.0).sum()
+def _metrics(pairs: Pairs, margin: Tensor) -> tuple[Tensor, Tensor]:
+    """Pairs whose chosen answer has the larger reward, and the sum of the margins of rewards."""
+    margin = margin.detach()
+    return pairs.total((margin > 0).float()), pairs.total(margin)
+
+
+def counted_pairs(rows: Tensor) -> Tensor:
+    """The number of pairs in rows."""
+    documents = numbered(rows[:, :-1] & ENDS != 0)
+    counts = by_document((rows[:, 1:] & UNCOUNTED == 0).float(), documents)
+    return (counts[:, 0::2] > 0).sum()
 
 
 def by_document(values: Tensor, documents: Tensor) -> Tensor:
@@ -62,3 +119,12 @@ def by_document(values: Tensor, documents: Tensor) -> Tensor:
     flat = documents + most * torch.arange(rows, device=documents.device)[:, None]
     sums = values.new_zeros(rows * most).index_add(0, flat.flatten(), values.flatten())
     return sums.view(rows, most)
+
+
+def _log_odds(logprobs: Tensor) -> Tensor:
+    """log(p / (1 - p)), without cancellation. Of a certain answer they are finite."""
+    logprobs = logprobs.clamp(max=CERTAIN)
+    near = logprobs > -math.log(2)
+    above = (-torch.where(near, logprobs, -1.0).expm1()).log()
+    below = (-torch.where(near, -1.0, logprobs).exp()).log1p()
+    return logprobs - torch.where(near, above, below)

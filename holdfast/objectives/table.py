@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Literal
-
-from holdfast.objectives.interface import Objective, ObjectiveName
+from holdfast.objectives.interface import Objective
 from holdfast.objectives.next_token import NextToken
-from holdfast.objectives.preference import DirectPreference
-from holdfast.spec.training import Training
+from holdfast.objectives.preference import DirectPreference, OddsRatio
+from holdfast.objectives.unpaired import UnpairedPreference
+from holdfast.spec import Spec
+from holdfast.spec.rules.training import OBJECTIVES
+from holdfast.spec.training import ObjectiveName, Training
 
-OBJECTIVE_OF_DATA: Mapping[Literal["text", "chat", "preferences"], ObjectiveName] = {
-    "text": "next_token",
-    "chat": "next_token",
-    "preferences": "dpo",
-}
+
+def objective_of(spec: Spec) -> ObjectiveName:
+    """The objective of a spec: the one that it names, or the first one of its data."""
+    named = spec.training.objective
+    return OBJECTIVES[spec.data.kind][0] if named == "auto" else named
 
 
 def build_objective(name: ObjectiveName, training: Training) -> Objective:
     """The objective of that name, with the settings of `training`."""
-    if name == "dpo":
-        return DirectPreference(training.preference.beta)
+    settings = training.preference
+    match name:
+        case "dpo":
+            return DirectPreference(settings.beta)
+        case "orpo":
+            return OddsRatio(settings.beta)
+        case "kto":
+            return UnpairedPreference(settings.beta, settings.desirable_weight, settings.undesirable_weight)
     return NextToken()

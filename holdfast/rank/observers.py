@@ -29,7 +29,7 @@ from holdfast.rank.measure.throughput import Throughput
 from holdfast.spec.errors import DivergedError
 from holdfast.spec.training import BatchSizes
 from holdfast.telemetry import Row, emit, events, segment
-from holdfast.telemetry.history import PHASE_SECONDS
+from holdfast.telemetry.history import OBJECTIVE, PHASE_SECONDS
 from holdfast.telemetry.phases import Lap
 
 log = logging.getLogger("holdfast.train")
@@ -119,9 +119,15 @@ class History:
             losses = torch.stack([finished.output.loss for finished in self._pending]).tolist()
             norms = torch.stack([finished.output.grad_norm for finished in self._pending]).tolist()
             flags = [finished.output.held for finished in self._pending]
+            metrics = [
+                {f"{OBJECTIVE}{name}": float(value) for name, value in finished.output.metrics.items()}
+                for finished in self._pending
+            ]
             held_flags = [None if flag is None else bool(flag) for flag in flags]
             system = self._system.sample() if self._keep else {}
-            for finished, loss, norm, held_back in zip(self._pending, losses, norms, held_flags, strict=True):
+            for finished, loss, norm, held_back, more in zip(
+                self._pending, losses, norms, held_flags, metrics, strict=True
+            ):
                 if not held_back and not (math.isfinite(loss) and math.isfinite(norm)):
                     self._on_anomaly(Anomaly(finished.step - 1, loss, norm))
                     raise DivergedError(
@@ -129,7 +135,7 @@ class History:
                         "Lower training.optimizer.learning_rate, lengthen training.schedule.warmup_steps, "
                         "or look at the data"
                     )
-                row = self._row(finished, loss, norm, system)
+                row = self._row(finished, loss, norm, system) | more
                 if held_back is not None:
                     row["held"] = int(held_back)
                 self._rows.append(row)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 OPEN, CLOSE = "\U0010fffe", "\U0010ffff"  # marks around generated text: characters that no text contains
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one key of a message; the first one is standard
-ANSWERS = ("chosen", "rejected")  # in the order of their documents
+ANSWERS = ("chosen", "rejected", "completion")  # in the order of their documents
 # A text, the ranges of its counted characters, and whether it is plain: not written by a template.
 Rendered = tuple[str, list[tuple[int, int]], bool]
 
@@ -36,7 +36,8 @@ class ChatProgram:
                 self._compiled(text)
             return []
         record = json.loads(request)
-        return [self._answered(record, key) for key in ANSWERS] if "chosen" in record else [self._rendered(record)]
+        answers = [key for key in ANSWERS if key in record]
+        return [self._answered(record, key) for key in answers] if answers else [self._rendered(record)]
 
     def _rendered(self, conversation: dict[str, Any]) -> Rendered:
         """The text of a conversation, and the ranges of the assistant's characters."""

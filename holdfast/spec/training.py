@@ -98,6 +98,7 @@ class LossScale(Section):
     )
 
 
+ObjectiveName = Literal["next_token", "dpo", "orpo", "kto"]
 Adapted = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -121,10 +122,17 @@ class Lora(Section):
 
 
 class Preference(Section):
-    """Direct preference optimization (`data.kind: preferences`): the model learns to prefer the chosen answer, relative
-    to the frozen weights of `model.init_from`. See docs/fine-tuning.md."""
+    """Preference optimization (objectives dpo, orpo and kto): the model learns to prefer some answers. See
+    docs/fine-tuning.md."""
 
-    beta: float = Field(0.1, gt=0, description="Strength of the pull toward the frozen weights.")
+    beta: float = Field(
+        0.1,
+        gt=0,
+        description="dpo and kto: strength of the pull toward the frozen weights of `model.init_from`. orpo: weight of "
+        "the odds ratio.",
+    )
+    desirable_weight: float = Field(1.0, gt=0, description="kto: weight of the loss of desirable answers.")
+    undesirable_weight: float = Field(1.0, gt=0, description="kto: weight of the loss of undesirable answers.")
 
 
 class Training(Section):
@@ -153,6 +161,12 @@ class Training(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer, description="How gradients update weights.")
     schedule: Schedule = Field(default_factory=Schedule, description="The learning-rate schedule.")
     lora: Lora = Field(default_factory=Lora, description="Training of adapters instead of the weights.")
+    objective: Literal["auto", "next_token", "dpo", "orpo", "kto"] = Field(
+        "auto",
+        description="What a step minimizes. `auto`: next_token for text and chat, dpo for preferences, kto for "
+        "unpaired. `dpo`: direct preference optimization. `orpo`: the chosen answers and an odds ratio, without a "
+        "reference model. `kto`: single answers with labels (Kahneman-Tversky).",
+    )
     preference: Preference = Field(default_factory=Preference, description="How preferences are learned.")
     gradient_compression: Literal["none", "fp16", "bf16", "powersgd", "topk"] = Field(
         "none",

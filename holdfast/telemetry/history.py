@@ -32,12 +32,13 @@ from holdfast.store.sequence import records
 log = logging.getLogger("holdfast.telemetry")
 
 # step, time [Unix s], loss [nats/token], grad_norm, learning_rate, tokens, tokens_per_second, system.*, state_digest,
-# samples [a digest of the step's tokens], step_seconds, mfu [0 to 1], phase_seconds.* [mean since the previous row that
-# has them]
+# samples [a digest of the step's tokens], objective.* [the terms of an objective with several], step_seconds, mfu [0 to
+# 1], phase_seconds.* [mean since the previous row that has them]
 Row = dict[str, Any]
 # (after, attempt): the attempt that measured the steps above `after`, up to the next entry or the step of the manifest
 Lineage = Sequence[tuple[int, int]]
 PHASE_SECONDS = "phase_seconds."
+OBJECTIVE = "objective."
 
 PURE_FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")  # equal in every attempt, bit for bit
 READ_BYTES = 16 * 2**20  # limit of segments that are read together

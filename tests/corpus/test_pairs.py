@@ -1,4 +1,4 @@
-"""Preferences become pairs of documents: each is an answer after its prompt, and only answers count."""
+"""Preferences become pairs of documents, labeled answers one each: a prompt and its answer, and only answers count."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from tokenizers import Tokenizer
 
 from holdfast.components.preprocess import run
-from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, pair_text
+from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError, labeled_text, pair_text
 from holdfast.dataset import Dataset
-from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED, UNDESIRABLE
 from holdfast.spec import parse_spec
 from holdfast.spec.errors import DataError
 from holdfast.store import Store
@@ -109,7 +109,7 @@ def test_a_dataset_packs_pairs_whole_and_holds_out_what_was_chosen(tmp_path: Pat
          "data.tokenizer.end_of_text=<|im_end|>", "model.context=32", "model.init_from=w"],
     )  # fmt: skip
     dataset = Dataset.open(store, run(spec, store).dataset_id, tmp_path / "cache")
-    assert dataset.pairs
+    assert dataset.kind == "preferences"
     assert dataset.chat_template is None
     training = set()
     for step in range(20):
@@ -126,3 +126,44 @@ def test_a_dataset_packs_pairs_whole_and_holds_out_what_was_chosen(tmp_path: Pat
     bad.write_text(json.dumps({"prompt": "a", "chosen": "b"}))
     with pytest.raises(DataError, match="has no pair under 'prompt'"):
         run(spec, store)
+
+
+def test_a_dataset_of_labeled_answers_marks_undesirable_ones_and_holds_out_desirable_ones(
+    tmp_path: Path, store: Store
+) -> None:
+    lines = [
+        {"prompt": f"{number}+1=", "completion": str(number + 1 + number % 2), "label": number % 2 == 0}
+        for number in range(120)
+    ]
+    source = tmp_path / "answers.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
+    spec = parse_spec(
+        f"name: p\ndata: {{kind: unpaired, document_masks: true, sources: [{{uri: {source}}}]}}\n",
+        [f"data.tokenizer.path={tmp_path}/tokenizer.json", "data.tokenizer.kind=file", "data.validation_fraction=0.2",
+         "data.tokenizer.end_of_text=<|im_end|>", "model.context=32", "model.init_from=w"],
+    )  # fmt: skip
+    dataset = Dataset.open(store, run(spec, store).dataset_id, tmp_path / "cache")
+    assert dataset.kind == "unpaired"
+    labels = set()
+    for row in dataset.training(32, 8, seed=1).batch(0):
+        for document in np.split(row[:-1], np.flatnonzero(row[:-1] & ENDS) + 1):
+            if (document & UNCOUNTED == 0).any():
+                prompt, answer = decoded(document).removesuffix("<|im_end|>").split("=")
+                labels.add(is_wrong := int(prompt.removesuffix("+1")) % 2 == 1)
+                assert counted_text(document & ~UNDESIRABLE) == [f"{answer}<|im_end|>"]
+                assert ((document & UNDESIRABLE != 0) == is_wrong).all()
+    assert labels == {True, False}
+    held_out = [row for rows in dataset.validation(32, 10**6) for row in rows]
+    assert any((row & UNDESIRABLE != 0).any() for row in held_out)
+    assert not any(((row & UNDESIRABLE != 0) & (row & UNCOUNTED == 0)).any() for row in held_out)
+    source.write_text(json.dumps({"prompt": "a", "completion": "b", "label": "good"}))
+    with pytest.raises(DataError, match=r"answers\.jsonl:1: its 'label' is \"good\"; write true or false"):
+        run(spec, store)
+
+
+@pytest.mark.parametrize(
+    "record", [{"prompt": "a", "label": True}, {"prompt": [USER], "completion": "b", "label": True}, {"label": True}]
+)
+def test_an_invalid_labeled_answer_is_no_record(record: Any) -> None:
+    assert labeled_text(record) is None

@@ -88,6 +88,7 @@ def test_the_plan_is_these_fields_and_no_others() -> None:
     """
     assert [leaf.path for leaf in leaves() if leaf.role == "plan"] == [
         "training.micro_batch", "training.activation_checkpointing", "training.compile",
+        "training.loss_chunk",
         *(f"parallel.{name}" for name in Parallel.model_fields if name != "auto"),
         "cluster.accelerator", "cluster.network", "cluster.nodes.max", "cluster.image", "cluster.environment",
     ]  # fmt: skip

@@ -117,7 +117,7 @@ def test_the_loss_of_a_pipeline_is_the_mean_over_the_counted_tokens_at_any_layou
 ) -> None:
     """Stages, shards, replicas, sequence parts and matrix parts do not scale the reported loss."""
     for mesh in MESHES:
-        count = torch.tensor(40.0)
+        count = torch.tensor([40.0])
         # By the groups that average gradients: each has separate rows, or a part of each row.
         sums = [float(3 + group) for group in range(mesh.averaged)]
         totals: list[float] = []

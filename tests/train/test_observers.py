@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -84,6 +85,16 @@ def test_a_step_that_is_not_finite_keeps_the_state_from_being_saved_on_every_ran
         history.on_step(finished(3))
         with pytest.raises(DivergedError, match=r"step 2: loss .*training.optimizer.learning_rate"):
             history.on_save(3)
+
+
+def test_the_metrics_of_an_objective_are_in_the_rows_of_the_history() -> None:
+    history = History(tiny_assignment(), Attempt("run", 7), 0, BatchDigest(Gang(), speaks=True))
+    one = torch.tensor(1.0)
+    for step in (1, 2):
+        metrics = {"reward_accuracy": torch.tensor(0.25 * step)}
+        history.on_step(FinishedStep(step, 0.1, StepOutput(one, one, metrics=metrics), float(step)))
+    (text,) = history.on_save(2).values()
+    assert [json.loads(line)["objective.reward_accuracy"] for line in text.splitlines()] == [0.25, 0.5]
 
 
 def test_a_rank_that_does_not_write_the_history_does_not_keep_it() -> None:

@@ -1,4 +1,4 @@
-"""Direct preference optimization: the loss of the paper, at every layout."""
+"""Preference optimization (DPO, ORPO, KTO): the losses of the papers, at every layout."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import torch
 from torch import Tensor
 
 from holdfast.checkpoint import TensorBox
-from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED, UNDESIRABLE
 from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import initialise
 from holdfast.model.lora import add_adapters, is_adapter
 from holdfast.model.token_logprobs import IGNORED
-from holdfast.objectives.interface import count_terms
+from holdfast.objectives.interface import ObjectiveInputs, count_terms
 from holdfast.objectives.micro_batches import micro_batches
-from holdfast.objectives.preference import DirectPreference, preference_loss
+from holdfast.objectives.preference import DirectPreference
+from holdfast.spec import Spec
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Steps, join_exactly, steps_of
 from tests.train.test_lora import adapters, part
@@ -30,6 +31,8 @@ PAIRS = (
     "data.kind=preferences", "data.document_masks=true", "data.tokenizer.kind=file", "data.tokenizer.path=t",
     "training.preference.beta=0.5",
 )  # fmt: skip
+ODDS = ("training.objective=orpo",)
+LABELS = ("data.kind=unpaired", "training.preference.undesirable_weight=1.5")
 LORA = ("training.lora.rank=3", "training.lora.alpha=6", 'training.lora.targets=["q_proj", "v_proj", "down_proj"]')
 BETA, RATE, STEPS, CONTEXT = 0.5, 0.02, 3, 16
 FILLER = 0 | UNCOUNTED | ENDS
@@ -41,6 +44,11 @@ LAYOUTS = (
     (2, ("parallel.strategy=fsdp", *LORA)),
     (2, ("parallel.strategy=ddp", "training.determinism=elastic")),
     (2, ("parallel.strategy=fsdp", "training.determinism=elastic")),
+    (1, ("parallel.strategy=ddp", *ODDS)),
+    (2, ("parallel.strategy=fsdp", *ODDS)),
+    (1, ("parallel.strategy=ddp", *LABELS, *LORA)),
+    (2, ("parallel.strategy=ddp", *LABELS, "training.micro_batch=1")),
+    (2, ("parallel.strategy=fsdp", *LABELS, "training.determinism=elastic")),
 )
 
 
@@ -57,10 +65,14 @@ def sample(draw: np.random.Generator) -> list[int]:
     return marked_tokens + [FILLER] * (CONTEXT - len(marked_tokens))
 
 
-def global_batch(step: int) -> Tensor:
-    """Rows of pairs, with different numbers of pairs."""
+def global_batch(step: int, labeled: bool = False) -> Tensor:
+    """Rows of pairs, with different numbers of pairs. Alternatively, the second answer of a pair is undesirable."""
     draw = np.random.default_rng(step)
-    return torch.tensor([[*sample(draw), FILLER] for _ in range(8)])
+    rows = torch.tensor([[*sample(draw), FILLER] for _ in range(8)])
+    if labeled:
+        ends = rows & ENDS != 0
+        rows = torch.where((ends.cumsum(1) - ends.long()) % 2 == 1, rows | UNDESIRABLE, rows)
+    return rows
 
 
 def answers(rows: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -72,6 +84,36 @@ def answers(rows: Tensor) -> list[tuple[Tensor, Tensor]]:
             counted = row[first:last] & UNCOUNTED == 0
             if counted.any():
                 result.append((row[first:last] & ID, counted))
+    return result
+
+
+def loss_of(decoder: Decoder, before: Decoder, rows: Tensor, spec: Spec) -> Tensor:
+    """The loss of a step, from every answer alone."""
+    found = answers(rows)
+    log_sigmoid = torch.nn.functional.logsigmoid
+    policy = torch.stack([log_probability(decoder, *answer) for answer in found])
+    with torch.no_grad():
+        judged = torch.stack([log_probability(before, *answer) for answer in found])
+    if spec.training.objective == "orpo":
+        lengths = torch.tensor([int(counted[1:].sum()) for _, counted in found])
+        mean = policy / lengths
+        odds = mean - (-mean.expm1()).log()
+        return -policy[::2].sum() / lengths[::2].sum() - BETA * log_sigmoid(odds[::2] - odds[1::2]).mean()
+    if spec.data.kind == "unpaired":
+        others = [(tokens, counted) for row in rows for tokens, counted in swapped(answers(row[None]))]
+        with torch.no_grad():
+            ratios = [log_probability(decoder, *other) - log_probability(before, *other) for other in others]
+        distance = BETA * (policy - judged - torch.stack(ratios).mean().clamp(min=0))
+        return torch.cat((1 - distance[::2].sigmoid(), 1.5 * (1 - (-distance[1::2]).sigmoid()))).mean()
+    margins = policy - judged
+    return -log_sigmoid(BETA * (margins[::2] - margins[1::2])).mean()
+
+
+def swapped(found: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    """The answers of a row, each after the next prompt."""
+    result = []
+    for (tokens, counted), (other, also) in zip(found, [found[-1], *found[:-1]], strict=True):
+        result.append((torch.cat((tokens[~counted], other[also])), torch.cat((counted[~counted], also[also]))))
     return result
 
 
@@ -102,14 +144,7 @@ def reference(*overrides: str) -> list[Any]:
     )  # fmt: skip
     curve = []
     for step in range(STEPS):
-        all_answers = answers(global_batch(step))
-        losses = []
-        for chosen, rejected in zip(all_answers[::2], all_answers[1::2], strict=True):
-            policy = log_probability(decoder, *chosen) - log_probability(decoder, *rejected)
-            with torch.no_grad():
-                judged = log_probability(before, *chosen) - log_probability(before, *rejected)
-            losses.append(-torch.nn.functional.logsigmoid(BETA * (policy - judged)))
-        loss = torch.stack(losses).mean()
+        loss = loss_of(decoder, before, global_batch(step, spec.data.kind == "unpaired"), spec)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(trainable.values(), spec.training.clip_norm or float("inf"))
         optimizer.step()
@@ -139,7 +174,8 @@ def _steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> l
             if is_adapter(box.name) and not box.name.startswith("optimizer"):
                 box.data.copy_(part(start_of(box.name), box))
         engine.restored(0)
-        results.append(steps_of(engine, spec, rank, size, map(global_batch, range(STEPS)), RATE))
+        batches = [global_batch(step, spec.objective == "kto") for step in range(STEPS)]
+        results.append(steps_of(engine, spec, rank, size, batches, RATE))
     return results
 
 
@@ -148,7 +184,8 @@ def test_the_loss_is_the_sum_over_the_pairs_of_the_paper_and_what_is_no_pair_add
     torch.manual_seed(3)
     pairs = 0
     for rows in (global_batch(0), global_batch(1)[:1], torch.full((2, CONTEXT + 1), FILLER)):
-        ((_, targets, documents, _),) = micro_batches(rows, len(rows), -1, torch.device("cpu"))
+        (batch,) = micro_batches(rows, len(rows), -1, torch.device("cpu"))
+        targets, documents = batch.targets, batch.documents
         assert documents is not None
         losses, before = (torch.rand(targets.shape) * 3 * (targets != IGNORED) for _ in range(2))
         expected, count = 0.0, 0
@@ -162,22 +199,23 @@ def test_the_loss_is_the_sum_over_the_pairs_of_the_paper_and_what_is_no_pair_add
             for chosen, rejected in zip(gains[::2], gains[1::2], strict=True):
                 expected += math.log1p(math.exp(-beta * (chosen - rejected)))
                 count += 1
-        loss = preference_loss(losses, before, targets, documents, beta)
+        loss = DirectPreference(beta).sums(ObjectiveInputs(losses, before), batch)[0]
         assert float(loss) == pytest.approx(expected, rel=1e-5, abs=1e-12)
-        assert float(count_terms(DirectPreference(beta), rows)) == max(1, count)
-        assert float(count_terms(DirectPreference(beta), rows, contributes=False)) == 1
+        assert count_terms(DirectPreference(beta), rows).tolist() == [max(1, count)] * 3
+        assert count_terms(DirectPreference(beta), rows, contributes=False).tolist() == [1] * 3
         pairs += count
     assert pairs > 9
 
 
 @pytest.mark.drill
 def test_every_layout_computes_the_loss_of_the_paper(tmp_path: Path) -> None:
-    expected = {overrides: reference(*overrides) for overrides in ((), LORA)}
+    expected = {overrides: reference(*overrides) for overrides in ((), LORA, ODDS, LABELS, (*LABELS, *LORA))}
     for size in (1, 2):
         runs = [fields for ranks, fields in LAYOUTS if ranks == size]
         results = zip(*in_ranks(size, _steps, tmp_path / str(size), runs, seconds=300), strict=True)
         for fields, ranks in zip(runs, results, strict=True):
-            curve, weights = expected[LORA if LORA[0] in fields else ()]
+            part_of = (ODDS, LABELS, LORA)
+            curve, weights = expected[tuple(field for kind in part_of if kind[0] in fields for field in kind)]
             for losses, boxes in ranks:
                 torch.testing.assert_close(losses, curve, rtol=1e-4, atol=0)
                 for name, offset, array in boxes:

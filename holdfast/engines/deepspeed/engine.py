@@ -30,7 +30,7 @@ from holdfast.engines.torch.optimizers import decay_groups
 from holdfast.engines.weights import MOMENTS
 from holdfast.launch.device import local_device
 from holdfast.model.decoder import Decoder
-from holdfast.objectives.interface import count_terms
+from holdfast.objectives.interface import ObjectiveInputs, count_terms, metrics_of, weighted
 from holdfast.objectives.micro_batches import micro_batches
 from holdfast.objectives.table import build_objective
 from holdfast.telemetry import phases
@@ -115,21 +115,24 @@ class DeepSpeedEngine:
             group["lr"] = learning_rate
         count = count_terms(self._objective, rows.to(self._device, non_blocking=True))
         share = self._world / count  # DeepSpeed averages gradients over the ranks
-        total = torch.zeros((), device=self._device)
+        total = torch.zeros_like(count)
         for batch in micro_batches(rows, self._spec.training.micro_batch, self._end_of_text, self._device):
             phases.enter("forward")
-            loss = self._objective.loss_sum(self._engine, None, batch)
+            losses = self._engine(batch.tokens, batch.targets, batch.segments, reduction="none")
+            sums = self._objective.sums(ObjectiveInputs(losses), batch)
             phases.enter("backward")
-            self._engine.backward(loss * share, scale_wrt_gas=False)
+            self._engine.backward(weighted(self._objective, sums * share), scale_wrt_gas=False)
             if self._engine.is_gradient_accumulation_boundary():
                 before_update()
             phases.enter("optimizer")
             self._engine.step()
-            total += loss.detach().float()
+            total += sums.detach()
         phases.enter("communication")
         dist.all_reduce(total)
         norm = torch.as_tensor(self._engine.get_global_grad_norm(), dtype=torch.float32, device=self._device)
-        return StepOutput(total / count, norm, judge(total / count, norm) if judge is not None else None)
+        loss = weighted(self._objective, values := total / count)
+        held = judge(loss, norm) if judge is not None else None
+        return StepOutput(loss, norm, held, metrics_of(self._objective, values))
 
     def boxes(self) -> Sequence[TensorBox]:
         """See Engine. The boxes are views of the live fp32 master weights and moments of this rank's partitions."""

@@ -28,7 +28,7 @@ from holdfast.engines.torch.pipeline import Pipeline
 from holdfast.engines.torch.scaling import LossScale
 from holdfast.engines.torch.tied import TiedEnds
 from holdfast.model.lora import without_adapters
-from holdfast.objectives.interface import Objective
+from holdfast.objectives.interface import Objective, ObjectiveInputs, weighted
 from holdfast.objectives.micro_batches import MicroBatch, micro_batches
 from holdfast.telemetry import phases
 
@@ -36,9 +36,10 @@ from holdfast.telemetry import phases
 class Accumulation(Protocol):
     """Computes the gradient of a step."""
 
-    def run(self, rows: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradient of the mean loss over all `counted` terms of the global batch, of which `rows` are
-        this rank's, on the CPU. Returns that loss. A collective call."""
+    def run(self, rows: torch.Tensor, counted: torch.Tensor, divergence: torch.Tensor | None = None) -> torch.Tensor:
+        """Accumulate the gradient of the loss of the global batch, of which `rows` are this rank's, on the CPU.
+        `counted` are the divisors of the objective's terms. Returns the values of the terms. `divergence`: see
+        `ObjectiveInputs`. A collective call."""
 
     def warm_up_rows(self) -> int:
         """The number of rows for a pass that uses all that a step uses."""
@@ -97,21 +98,29 @@ class Micro:
             if shard is None:
                 yield batch
             else:
-                yield batch._replace(tokens=shard.of_each(batch.tokens), targets=shard.of_each(batch.targets))
+                tokens, targets, marks = map(shard.of_each, (batch.tokens, batch.targets, batch.marks))
+                yield batch._replace(tokens=tokens, targets=targets, marks=marks)
 
     def upscaled(self, share: torch.Tensor) -> torch.Tensor:
         """Multiply `share` by the loss scale in fp16."""
         return share if self.loss_scale is None else share * self.loss_scale.scale
 
-    def compute(self, batch: MicroBatch, share: torch.Tensor) -> torch.Tensor:
-        """Forward and backward pass. The gradient is that of the loss times `share`. Returns the sum of the losses."""
+    def given(self, batch: MicroBatch, divergence: torch.Tensor | None = None) -> ObjectiveInputs:
+        """What the objective needs of a micro-batch, in the arithmetic of the forward pass."""
+        narrow = self.settings.narrow
+        with torch.autocast(self.topology.device.type, narrow, enabled=narrow is not None):
+            reference = None if self.reference is None else self.reference(batch)
+            losses = self.policy(batch.tokens, batch.targets, batch.segments, reduction="none")
+        return ObjectiveInputs(losses, reference, divergence)
+
+    def compute(self, batch: MicroBatch, share: torch.Tensor, divergence: torch.Tensor | None = None) -> torch.Tensor:
+        """Forward and backward pass. The gradient is that of the weighted sum of the terms times `share`. Returns the
+        sums of the terms."""
         phases.enter("forward")
-        device, narrow = self.topology.device, self.settings.narrow
-        with torch.autocast(device.type, narrow, enabled=narrow is not None):
-            loss = self.objective.loss_sum(self.policy, self.reference, batch)
+        sums = self.objective.sums(self.given(batch, divergence), batch)
         phases.enter("backward")
-        (loss * share).backward()
-        return loss.detach().float()
+        weighted(self.objective, sums * share).backward()
+        return sums.detach()
 
 
 @dataclass(frozen=True)
@@ -122,17 +131,17 @@ class DataParallel:
     world: int
     contributes_loss: bool
 
-    def run(self, rows: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    def run(self, rows: torch.Tensor, counted: torch.Tensor, divergence: torch.Tensor | None = None) -> torch.Tensor:
         """See Accumulation."""
-        mesh, device = self.micro.topology.mesh, self.micro.topology.device
+        mesh = self.micro.topology.mesh
         # Gradient averaging divides by the number of ranks, so multiply by it here.
         share = self.micro.upscaled(mesh.averaged / counted)
-        total = torch.zeros((), device=device)
+        total = torch.zeros_like(counted)
         remaining = -(-len(rows) // self.micro.settings.size)
         for batch in self.micro.batches(rows):
             remaining -= 1
             with self._gradient_sync(mesh, last=remaining == 0):
-                total += self.micro.compute(batch, share)
+                total += self.micro.compute(batch, share, divergence)
         if self.world > 1:
             phases.enter("communication")
             dist.all_reduce(total.mul_(self.contributes_loss))
@@ -158,7 +167,8 @@ class DataParallel:
 
 @dataclass(frozen=True)
 class PipelineStages:
-    """Pipeline stages: every rank has the rows of its data-parallel group, and the last stage has the loss."""
+    """Pipeline stages: every rank has the rows of its data-parallel group, and the last stage has the loss. The
+    objective is the next token."""
 
     micro: Micro
     pipeline: Pipeline
@@ -167,13 +177,18 @@ class PipelineStages:
     contributes_loss: bool
     micro_batches: int  # of a step
 
-    def run(self, rows: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    def run(
+        self,
+        rows: torch.Tensor,
+        counted: torch.Tensor,
+        divergence: torch.Tensor | None = None,  # noqa: ARG002 - of other objectives
+    ) -> torch.Tensor:
         """See Accumulation."""
         mesh, loss_scale = self.micro.topology.mesh, self.micro.loss_scale
         (batch,) = self.micro.batches(rows, len(rows))
         phases.enter("pipeline")
-        share = self.micro.upscaled(mesh.averaged / counted)
-        total = self.pipeline.forward_backward(batch.tokens, batch.targets, batch.segments, share)
+        share = self.micro.upscaled(mesh.averaged / counted[0])
+        total = self.pipeline.forward_backward(batch.tokens, batch.targets, batch.segments, share)[None]
         phases.enter("communication")
         if self.tied is not None:
             self.tied.add_up(self.parameters.named())
@@ -195,13 +210,14 @@ class ElasticReplicas:
     grid: StepGrid
     rank: int
 
-    def run(self, rows: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    def run(self, rows: torch.Tensor, counted: torch.Tensor, divergence: torch.Tensor | None = None) -> torch.Tensor:
         """See Accumulation."""
         grid = self.grid()
         self.sums.begin_step(grid)
-        losses, share = torch.zeros(grid.grains, device=counted.device), self.micro.upscaled(1 / counted)
+        losses = torch.zeros(grid.grains, len(counted), device=counted.device)
+        share = self.micro.upscaled(1 / counted)
         for grain, batch in zip(grid.share(self.rank), self.micro.batches(rows), strict=True):
-            losses[grain] = self.micro.compute(batch, share)
+            losses[grain] = self.micro.compute(batch, share, divergence)
             self.sums.take()
         phases.enter("communication")
         total = over_grains(losses, grid)
@@ -226,16 +242,18 @@ class ElasticShards:
     rank: int
     clear_gradients: Callable[[], None]
 
-    def run(self, rows: torch.Tensor, counted: torch.Tensor) -> torch.Tensor:
+    def run(self, rows: torch.Tensor, counted: torch.Tensor, divergence: torch.Tensor | None = None) -> torch.Tensor:
         """See Accumulation."""
         grid = self.grid()
-        losses, share = torch.zeros(grid.rounds * grid.ranks, device=counted.device), self.micro.upscaled(1 / counted)
+        losses = torch.zeros(grid.rounds * grid.ranks, len(counted), device=counted.device)
+        share = self.micro.upscaled(1 / counted)
         batches = list(self.micro.batches(rows))
         for number in range(grid.rounds):
             self.clear_gradients()  # only the last round leaves gradients
             spare = number >= len(batches)
             with self.balance.uncounted() if spare else nullcontext():
-                losses[number * grid.ranks + self.rank] = self.micro.compute(batches[0 if spare else number], share)
+                batch = batches[0 if spare else number]
+                losses[number * grid.ranks + self.rank] = self.micro.compute(batch, share, divergence)
         phases.enter("communication")
         return over_grains(losses, grid) / counted
 

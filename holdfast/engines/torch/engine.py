@@ -50,8 +50,9 @@ from holdfast.engines.weights import MOMENTS
 from holdfast.launch.device import local_device
 from holdfast.model.decoder import Decoder
 from holdfast.model.lora import FrozenLinear, add_adapters
-from holdfast.objectives.interface import count_terms
+from holdfast.objectives.interface import count_terms, metrics_of, weighted
 from holdfast.objectives.table import build_objective
+from holdfast.objectives.unpaired import divergence_of, divergence_sums, mismatched
 from holdfast.telemetry import phases
 
 
@@ -105,9 +106,9 @@ class TorchEngine:
             anywhere=self._sharded and self._grid is not None,
             rows=dict(self._trained.rows()) if self._sharded else None,
         )
-        micro = self._micro(computing[0], sequence, end_of_text if spec.document_masks else None)
+        self._micro = self._micro_of(computing[0], sequence, end_of_text if spec.document_masks else None)
         self._balance = Balance(self._parts, spec.model.routing)
-        self._accumulation = self._accumulation_of(micro, pipeline)
+        self._accumulation = self._accumulation_of(self._micro, pipeline)
         self._warm_up(vocabulary)
         self._balance.forget()
         if isinstance(computing[0], DistributedDataParallel):
@@ -140,7 +141,8 @@ class TorchEngine:
             before_update()  # it holds state that the backward pass changes
             phases.enter("forward")
             self._compression.begin_step()
-        loss = self._forward_backward(rows)
+        values = self._forward_backward(rows)
+        loss = weighted(self._objective, values)
         phases.enter("optimizer")
         norm, held = self._norm_and_held(loss, judge)
         for group in self._optimizer.param_groups:
@@ -149,7 +151,7 @@ class TorchEngine:
         update(self._optimizer, held)
         self._optimizer.zero_grad(set_to_none=True)
         self._balance.step(held)
-        return StepOutput(loss, norm, held)
+        return StepOutput(loss, norm, held, metrics_of(self._objective, values))
 
     def boxes(self) -> list[TensorBox]:
         """See Engine. The boxes are views of the live weights and moments."""
@@ -218,7 +220,7 @@ class TorchEngine:
     def _reference_model(self, spec: Assignment, vocabulary: int) -> nn.Module | None:
         """The frozen reference model of an objective that needs one: the initial weights, sharded like the model. None
         with adapters, because the model without its adapters is the reference."""
-        if not self._objective.needs_reference or spec.training.lora.rank is not None:
+        if "reference" not in self._objective.needs or spec.training.lora.rank is not None:
             return None
         with torch.device("meta"):
             reference = Decoder(spec.model, vocabulary).requires_grad_(False)
@@ -226,12 +228,12 @@ class TorchEngine:
         mesh = Mesh(replicas=1, shards=1, tensor=1) if self._topology.ranks is None else self._mesh
         return parallelize(reference, spec.training, spec.parallel, replace(self._topology, mesh=mesh), grid=None)
 
-    def _micro(self, policy: nn.Module, sequence: SequenceShard | None, end_of_text: int | None) -> Micro:
+    def _micro_of(self, policy: nn.Module, sequence: SequenceShard | None, end_of_text: int | None) -> Micro:
         """What computes one micro-batch."""
         training = self._spec.training
         narrow = None if self._sharded else NARROW.get(training.precision)  # FSDP2 casts by its own policy
         reference = None
-        if self._objective.needs_reference:
+        if "reference" in self._objective.needs:
             reference = ReferenceModel(self._parts[0] if self._reference is None else self._reference)
         settings = MicroSettings(training.micro_batch, end_of_text, narrow, sequence)
         return Micro(policy, self._objective, reference, self._loss_scale, self._topology, settings)
@@ -266,10 +268,26 @@ class TorchEngine:
             yield own, own.box(error)
 
     def _forward_backward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradient of the mean loss over all counted terms of the global batch. Returns that loss."""
+        """Accumulate the gradient of the loss of the global batch. Returns the values of the objective's terms."""
+        divergence = self._divergence(rows) if "divergence" in self._objective.needs else None
         on_device = rows.to(self._device, non_blocking=True)
         count = count_terms(self._objective, on_device, self._mesh.counts(self._rank))
-        return self._accumulation.run(rows, count)
+        return self._accumulation.run(rows, count, divergence)
+
+    def _divergence(self, rows: torch.Tensor) -> torch.Tensor:
+        """The model's divergence from the reference model on the global batch, of which `rows` are this rank's. A
+        collective call."""
+        phases.enter("forward")
+        batches = list(self._micro.batches(mismatched(rows)))
+        rounds = self._grid().rounds if self._grid is not None and self._sharded else len(batches)
+        sums = torch.zeros(2, dtype=torch.int64, device=self._device)
+        with torch.no_grad(), self._balance.uncounted():
+            for number in range(rounds):  # shards compute as many rounds on every rank
+                batch = batches[min(number, len(batches) - 1)]
+                sums += divergence_sums(self._micro.given(batch), batch) * (number < len(batches))
+        if dist.is_initialized():
+            dist.all_reduce(sums)
+        return divergence_of(sums)
 
     def _norm_and_held(self, loss: torch.Tensor, judge: Judge | None) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Clip the gradients. Returns their norm before clipping, and whether the update is held back."""

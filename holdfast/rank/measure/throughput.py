@@ -41,8 +41,10 @@ class Throughput:
 def _flops(spec: Assignment, vocabulary: int) -> float:
     """Model FLOPs of one token."""
     full = flops_per_token(spec.model, vocabulary)
-    needs_reference = build_objective(spec.objective, spec.training).needs_reference
-    reference = full / 3 if needs_reference else 0.0  # a forward pass of the reference model
+    needs = build_objective(spec.objective, spec.training).needs
+    reference = full / 3 if "reference" in needs else 0.0  # a forward pass of the reference model
+    if "divergence" in needs:  # a forward pass of both models
+        reference += 2 * full / 3
     if spec.training.lora.rank is None:
         return full + reference
     elsewhere = full - flops_per_token(spec.model, vocabulary, 1)  # attention to all positions but the token itself

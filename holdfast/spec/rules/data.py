@@ -68,10 +68,12 @@ def check_chat(spec: Spec) -> Iterator[Problem]:
                 "data.chat.template",
                 data.chat.template,
                 "is not used by data.kind: text",
-                "remove it, or use kind: chat or preferences",
+                "remove it, or use kind: chat, preferences or unpaired",
             )
         return
-    keys = "`messages`" if data.kind == "chat" else "`prompt`, `chosen` and `rejected`"
+    keys = {"chat": "`messages`", "preferences": "`prompt`, `chosen` and `rejected`"}.get(
+        data.kind, "`prompt`, `completion` and `label`"
+    )
     if data.tokenizer.kind != "file":
         yield Problem(
             "data.tokenizer.kind",

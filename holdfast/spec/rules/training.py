@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from holdfast.spec.errors import Problem
 from holdfast.spec.rules.model import nearest_multiples
-from holdfast.spec.training import KEEPING
+from holdfast.spec.training import KEEPING, ObjectiveName
 from holdfast.spec.tree import Spec
 
 MOST_INCREMENTS = 10_000  # of a ramp; each is a row of a table in every rank
@@ -251,19 +251,43 @@ def check_warmup(spec: Spec) -> Iterator[Problem]:
         )
 
 
+# The objectives of each kind of data; the first is that of `training.objective: auto`.
+OBJECTIVES: Mapping[str, tuple[ObjectiveName, ...]] = {
+    "text": ("next_token",),
+    "chat": ("next_token",),
+    "preferences": ("dpo", "orpo"),
+    "unpaired": ("kto",),
+}
+
+
 def check_preferences(spec: Spec) -> Iterator[Problem]:
-    """Preferences need reference weights, the torch engine, and whole or sharded models."""
-    preference = spec.training.preference
-    if spec.data.kind != "preferences":
-        if preference.beta != type(preference).model_fields["beta"].default:
-            yield Problem(
-                "training.preference.beta",
-                preference.beta,
-                f"is not used by data.kind: {spec.data.kind}",
-                "remove it, or use kind: preferences",
-            )
+    """The objective fits the data. Preferences need reference weights (except orpo), the torch engine, and whole or
+    sharded models."""
+    preference, objective, kind = spec.training.preference, spec.training.objective, spec.data.kind
+    fitting = OBJECTIVES[kind]
+    if objective not in ("auto", *fitting):
+        kinds = [other for other, objectives in OBJECTIVES.items() if objective in objectives]
+        yield Problem(
+            "training.objective",
+            objective,
+            f"cannot be trained on data.kind: {kind}",
+            f"use data.kind: {' or '.join(kinds)}, or objective: {' or '.join(fitting)}",
+        )
         return
-    if spec.model.init_from is None:
+    used = fitting[0] if objective == "auto" else objective
+    fields = {"dpo": ("beta",), "orpo": ("beta",), "kto": tuple(type(preference).model_fields)}.get(used, ())
+    for name, field in type(preference).model_fields.items():
+        if name not in fields and (value := getattr(preference, name)) != field.default:
+            needed = "kto" if fields else "dpo, orpo or kto"
+            yield Problem(
+                f"training.preference.{name}",
+                value,
+                f"is not used by the objective {used} (data.kind: {kind})",
+                f"remove it, or use training.objective: {needed}",
+            )
+    if kind not in ("preferences", "unpaired"):
+        return
+    if spec.model.init_from is None and used != "orpo":
         yield Problem(
             "model.init_from", None, "is missing, and preferences are measured against those weights", "name them"
         )
@@ -393,7 +417,7 @@ def check_fp8(spec: Spec) -> Iterator[Problem]:
         (
             "data.kind",
             spec.data.kind,
-            spec.data.kind == "preferences",
+            spec.data.kind in ("preferences", "unpaired"),
             "measures small differences between two models, which are not tested in fp8",
             "use another kind",
         ),
