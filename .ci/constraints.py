@@ -3,7 +3,7 @@
     python .ci/constraints.py          say where the file and this environment differ; code 1 if they do
     python .ci/constraints.py --write  write the file from what is installed here (`make constraints`)
 
-It asks nobody: what is installed says itself what it needs.
+It queries no index: the installed packages state what they need.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ EXTRA = "dev"  # it includes all others but `bench`, whose peers are left open
 HEAD = """\
 # Exact versions of everything that `.[dev]` installs, known to work together on Python 3.11. Use it with
 #   pip install -c constraints.txt -e '.[dev]'
-# It turns minutes of resolving into seconds. `make constraints` adds what a new dependency brings and drops what nobody
-# needs any more; to move on to newer versions, empty this file first, and run the tests. A test compares it.
+# It turns minutes of resolving into seconds. `make constraints` adds what a new dependency brings and drops what is not
+# needed any more; to move on to newer versions, empty this file first, and run the tests. A test compares it.
 # The peers that the benchmarks compare with (extra `bench`) are left open: mosaicml-streaming, litdata,
 # datasets, obstore, s3torchconnector.
 """
@@ -72,14 +72,14 @@ def pinned() -> dict[str, str]:
 
 def differences(pins: dict[str, str], needs: dict[str, str]) -> list[str]:
     """What is wrong with `pins`, in words; empty when nothing is."""
-    said = [f"{name}=={needs[name]} is needed and not pinned" for name in needs.keys() - pins.keys()]
-    said += [f"{name}=={pins[name]} is pinned and nobody needs it" for name in pins.keys() - needs.keys()]
-    said += [
+    problems = [f"{name}=={needs[name]} is needed and not pinned" for name in needs.keys() - pins.keys()]
+    problems += [f"{name}=={pins[name]} is pinned and no package needs it" for name in pins.keys() - needs.keys()]
+    problems += [
         f"{name} is pinned to {pins[name]}, and {needs[name]} is installed"
         for name in pins.keys() & needs.keys()
         if pins[name] != needs[name]
     ]
-    return sorted(said, key=str.casefold)
+    return sorted(problems, key=str.casefold)
 
 
 def main() -> int:
@@ -89,9 +89,10 @@ def main() -> int:
         lines = [f"{name}=={version}" for name, version in sorted(needs.items(), key=lambda item: item[0].casefold())]
         FILE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
         return 0
-    said = differences(pinned(), needs)
-    print("\n".join([*said, "make constraints mends it"] if said else [f"{FILE.name} is what .[{EXTRA}] installs"]))  # noqa: T201
-    return 1 if said else 0
+    problems = differences(pinned(), needs)
+    summary = "make constraints corrects it" if problems else f"{FILE.name} is what .[{EXTRA}] installs"
+    print("\n".join([*problems, summary]))  # noqa: T201
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -144,11 +144,11 @@ def lock_of_torch(report: Mapping[str, Any], known: Iterable[str]) -> list[str]:
 
 def differences(have: Mapping[tuple[str, str], set[str]], needs: Mapping[tuple[str, str], set[str]]) -> list[str]:
     """What is wrong with a lock, in words; empty when nothing is."""
-    said = [f"{name}=={version} is needed by {','.join(sorted(needs[name, version]))}, and the lock says "
+    problems = [f"{name}=={version} is needed by {','.join(sorted(needs[name, version]))}, and the lock says "
             f"{','.join(sorted(have.get((name, version), {'nothing'})))}"
             for name, version in needs if have.get((name, version)) != needs[name, version]]  # fmt: skip
-    said += [f"{name}=={version} is locked, and no image needs it" for name, version in have.keys() - needs.keys()]
-    return sorted(said, key=str.casefold)
+    problems += [f"{name}=={version} is locked, and no image needs it" for name, version in have.keys() - needs.keys()]
+    return sorted(problems, key=str.casefold)
 
 
 def main() -> int:
@@ -171,9 +171,10 @@ def main() -> int:
         case ["--write"]:
             write()
         case _:
-            said = differences(locked(), wanted())
-            print("\n".join([*said, "make constraints writes it again"] if said else [f"{FILE.name} is complete"]))  # noqa: T201
-            return 1 if said else 0
+            problems = differences(locked(), wanted())
+            summary = "make constraints writes it again" if problems else f"{FILE.name} is complete"
+            print("\n".join([*problems, summary]))  # noqa: T201
+            return 1 if problems else 0
     return 0
 
 

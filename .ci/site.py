@@ -20,7 +20,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Called by mkdocs: add the README. Its links to pages become those of the site; its links to other files of the
     repository lead there."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](")
-    beside = "|".join(re.escape(path.name) for path in ROOT.iterdir() if path.name != "docs")
-    readme = re.sub(rf"\]\((?=(?:{beside})[/)#])", f"]({config.repo_url}/blob/main/", readme)
+    names = "|".join(re.escape(path.name) for path in ROOT.iterdir() if path.name != "docs")
+    readme = re.sub(rf"\]\((?=(?:{names})[/)#])", f"]({config.repo_url}/blob/main/", readme)
     files.append(File.generated(config, "index.md", content=readme))
     return files

@@ -25,7 +25,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 
 PATTERN_BYTES = 64 * 2**20
 HEAD_BYTES = 64 * 2**10
-DISCARDED_AT_ONCE = 8 * 2**20
+DISCARD_BYTES = 8 * 2**20
 DATE = "Wed, 01 Jan 2025 00:00:00 GMT"
 
 
@@ -93,7 +93,7 @@ class _Connection:
     def __init__(self, connection: socket.socket, objects: _Objects, pattern: int) -> None:
         self._socket, self._objects, self._pattern = connection, objects, pattern
         self._head = bytearray(HEAD_BYTES)
-        self._nothing = bytearray(DISCARDED_AT_ONCE)  # its bytes are never written
+        self._nothing = bytearray(DISCARD_BYTES)  # its bytes are never written
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def serve(self) -> None:
@@ -120,7 +120,7 @@ class _Connection:
             self._socket.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
         missing = length - (filled - end - 4)
         while missing > 0:
-            got = self._socket.recv_into(self._nothing, min(missing, DISCARDED_AT_ONCE), socket.MSG_TRUNC)
+            got = self._socket.recv_into(self._nothing, min(missing, DISCARD_BYTES), socket.MSG_TRUNC)
             if not got:
                 return False
             missing -= got

@@ -164,14 +164,14 @@ def measure(writers: int, url: str) -> None:
             print(
                 "   ",
                 role.ljust(28),
-                "  ".join(_told(name, [cost[name] for cost in role_costs]) for name in role_costs[0]),
+                "  ".join(_line(name, [cost[name] for cost in role_costs]) for name in role_costs[0]),
             )
     collector = costs["collector"][0]
     milliseconds, kibibytes = collector["s"] / writers * 1e3, collector["read"] / writers / 1024
     print(f"    collector, for each writer   {milliseconds:.2f} ms, {kibibytes:.1f} KiB")
 
 
-def _told(name: str, values: list[float]) -> str:
+def _line(name: str, values: list[float]) -> str:
     middle, most = statistics.median(values), max(values)
     if name in ("read", "put"):
         return f"{name} {middle / 2**20:.2f} (max {most / 2**20:.2f}) MiB"

@@ -87,12 +87,12 @@ def main() -> None:
             for pipe in (pipe for pipes_of_level in pipes.values() for pipe in pipes_of_level):
                 pipe.send(0)
         print(
-            f"{strategy}, {arguments.ranks} ranks, a step: {_told(wall)}; CPU of all ranks: {_told(cpu_seconds)}",
+            f"{strategy}, {arguments.ranks} ranks, a step: {_line(wall)}; CPU of all ranks: {_line(cpu_seconds)}",
             flush=True,
         )
 
 
-def _told(times: dict[str, list[float]]) -> str:
+def _line(times: dict[str, list[float]]) -> str:
     """The median of each level, and the median of its ratios to `exact` in the same round."""
     ratios = {
         level: statistics.median(value / exact for value, exact in zip(seconds, times["exact"], strict=True))

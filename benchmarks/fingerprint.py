@@ -31,7 +31,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def in_turn(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+def alternately(works: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """The median seconds of each work, run one after another in every round."""
     for work in works.values():
         work()
@@ -56,7 +56,7 @@ def main() -> None:
     ]
     for what, boxes in {"quickstart's state": state, "one matrix": [_matrix()]}.items():
         copies = [torch.empty_like(box.data) for box in boxes]
-        times = in_turn({"digest": partial(digest_of, boxes), "copy": partial(_copy, boxes, copies)}, rounds)
+        times = alternately({"digest": partial(digest_of, boxes), "copy": partial(_copy, boxes, copies)}, rounds)
         size = sum(box.data.nbytes for box in boxes)
         print(
             f"{what}: {size / 2**20:.0f} MiB in {len(boxes)} tensors, digest {size / times['digest'] / 1e9:.1f} GB/s, "
@@ -70,7 +70,7 @@ def main() -> None:
         optimizer.step()
         optimizer.zero_grad()
 
-    times = in_turn({"digest": lambda: digest_of(state), "step": step}, rounds)
+    times = alternately({"digest": lambda: digest_of(state), "step": step}, rounds)
     print(f"a digest of the whole state: {times['digest'] / times['step']:.4f} of a step of one micro-batch")
 
 

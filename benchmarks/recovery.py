@@ -49,7 +49,7 @@ def ranks_of(parent: int) -> dict[str, psutil.Process]:
     return ranks
 
 
-def killed(rounds: int, ranks: int, told: list[list[float]]) -> None:
+def killed(rounds: int, ranks: int, timings: list[list[float]]) -> None:
     """Kill the last rank `rounds` times, each time after the gang has trained for a while, and note the events of each
     kill. Ends the training, also after a TimeoutError because no more events come."""
     from holdfast.telemetry.event_log import PipeEvents
@@ -88,7 +88,7 @@ def killed(rounds: int, ranks: int, told: list[list[float]]) -> None:
             times = [since, launch_end.time, launch_begin.time, next_attempt.time, step.time]
             detect, launch, restart, first = (after - before for before, after in pairwise(times))
             phases = [time_spent.seconds.get(phase, 0.0) for phase in PHASES]
-            told.append([detect, launch, restart - sum(phases), *phases, first])
+            timings.append([detect, launch, restart - sum(phases), *phases, first])
             print(f"recovery: {step.time - since:.3f} s", file=sys.stderr, flush=True)
     finally:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -195,10 +195,10 @@ def report(size: int, seconds: dict[str, list[float]]) -> None:
                 )
         middle = statistics.median(ours)
         figure = f"{size / middle / 1e9:.2f} GB/s" if size >= 2**20 else f"{middle * 1e3:.2f} ms"
-        print(f"{_said(size):>5} {operation:8} {figure:>10} | {' | '.join(ratios_of_peers)}", flush=True)
+        print(f"{_size_text(size):>5} {operation:8} {figure:>10} | {' | '.join(ratios_of_peers)}", flush=True)
 
 
-def _said(size: int) -> str:
+def _size_text(size: int) -> str:
     for unit, bytes_ in (("G", 2**30), ("M", 2**20), ("K", 2**10)):
         if size % bytes_ == 0:
             return f"{size // bytes_} {unit}iB"

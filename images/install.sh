@@ -32,9 +32,9 @@ trim() {
 # The lines of the lock that one of these extras needs.
 locked() {
     awk -v extras="$1" '
-        BEGIN { count = split(extras, names, ","); for (i = 1; i <= count; i++) asked[names[i]] = 1 }
+        BEGIN { count = split(extras, names, ","); for (i = 1; i <= count; i++) wanted[names[i]] = 1 }
         /^#/ || NF == 0 { next }
-        { needed = split($NF, needs, ","); for (i = 1; i <= needed; i++) if (needs[i] in asked) { print; next } }
+        { needed = split($NF, needs, ","); for (i = 1; i <= needed; i++) if (needs[i] in wanted) { print; next } }
     ' lock.txt
 }
 
@@ -49,7 +49,7 @@ dependencies() {
     locked "$1" >/build/locked.txt
     grep '^setuptools==' /build/locked.txt >/build/setuptools.txt
     pip install --quiet --no-compile --require-hashes --no-deps --requirement /build/setuptools.txt
-    # Nothing but what is locked: no resolver, and no isolated build with tools that nobody has locked.
+    # Nothing but what is locked: no resolver, and no isolated build with tools that are not locked.
     pip install --quiet --no-compile --require-hashes --no-deps --no-build-isolation --requirement /build/locked.txt
     # What the base brings still has to be what pyproject.toml asks for; without a lock torch has the version of the constraints.
     if [ "$3" != base ] && [ -s "torch.$2.lock" ]; then

@@ -1,7 +1,7 @@
 """Puts the digests of pushed images into an overlay: python images/pin.py OVERLAY REGISTRY/holdfast@sha256:...
 
 `images/build.sh` tags, you push, and the registry answers with the digest (`docker push` prints it). The overlay's
-`images` then name the image of each manifest by that digest. A digest that is there already is replaced; all other
+`images` then name the image of each manifest by that digest. An existing digest is replaced; all other
 lines of the overlay stay as they are.
 """
 

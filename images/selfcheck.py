@@ -36,7 +36,7 @@ def main() -> int:
         for module in (*_modules(kind), *LIBRARIES[kind]):
             try:
                 importlib.import_module(module)
-            except Exception as error:  # noqa: BLE001 - whatever an import raises is the finding
+            except Exception as error:  # noqa: BLE001 - any error of an import is the finding
                 problems.append(f"{module} cannot be imported: {type(error).__name__}: {error}")
         torch = _torch(kind, variant, problems)
     problems += [f"{name} is not in PATH" for name in PROGRAMS.get(kind, ()) if not shutil.which(name)]
@@ -81,7 +81,7 @@ def _torch(kind: str, variant: str, problems: list[str]) -> dict[str, Any]:
         if variant == backend:
             try:
                 importlib.import_module(module)
-            except Exception as error:  # noqa: BLE001 - whatever an import raises is the finding
+            except Exception as error:  # noqa: BLE001 - any error of an import is the finding
                 problems.append(f"{module} cannot be imported: {error}: build from a base image that brings it")
     if kind != "light" and not shutil.which("g++"):
         problems.append("g++ is missing: torch.compile builds its kernels with it")
@@ -96,7 +96,7 @@ def _torch(kind: str, variant: str, problems: list[str]) -> dict[str, Any]:
 
 
 def _modules(kind: str) -> tuple[str, ...]:
-    """What this image is there to run."""
+    """What this image exists to run."""
     from holdfast.steps import STEPS
 
     if kind == "train":

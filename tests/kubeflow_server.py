@@ -402,7 +402,7 @@ def _handler_of(server: KubeflowServer) -> type[BaseHTTPRequestHandler]:
             status, answer = 200, b""
             try:
                 if isinstance(fault, int):
-                    raise RefusedError(fault, f"broken on purpose, as {self.headers.get('Authorization')} asked")
+                    raise RefusedError(fault, f"broken on purpose, as {self.headers.get('Authorization')} requested")
                 if not parts.path.endswith("/healthz") and any(
                     self.headers.get(name) != value for name, value in server.required.items()
                 ):

@@ -56,7 +56,7 @@ class TrainingLoop:
         return time.perf_counter() - began
 
     def during(self, work: Callable[[], object]) -> dict[str, float]:
-        """Run `work` in a thread beside the loop: its seconds, and what the steps lost meanwhile."""
+        """Run `work` in a thread next to the loop: its seconds, and what the steps lost meanwhile."""
         failures: list[BaseException] = []
 
         def guarded() -> None:

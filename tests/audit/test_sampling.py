@@ -62,7 +62,7 @@ def test_an_audit_replays_each_stretch_once_reports_differences_and_refuses_anot
     assert "1 of them differ" in page
     assert event.text in page
     assert json.loads(holdfast("show", identity, "--json").stdout)["audits"][0]["first"] == 3
-    assert holdfast("audit", "replay", "--sample", "1").exit_code == ExitCode.OK, "a stretch is told once"
+    assert holdfast("audit", "replay", "--sample", "1").exit_code == ExitCode.OK, "a stretch is reported once"
 
     be_of_another_machine(store, identity)
     for info in store.list(layout.audits(identity)):

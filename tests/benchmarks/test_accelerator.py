@@ -41,7 +41,7 @@ def test_the_plan_of_a_tiny_model_is_close_to_its_peak(found: dict[str, dict[str
         assert 0.9 < part["planned_over_peak"] < 1.1
 
 
-def test_memory_is_touched_beside_a_training_loop(
+def test_memory_is_touched_during_a_training_loop(
     found: dict[str, dict[str, dict[str, object]]],
 ) -> None:
     part = found["locking"]["all"]

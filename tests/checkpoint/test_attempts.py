@@ -194,7 +194,7 @@ def _one_dies(rank: int, size: int, url: str, meetings: Path) -> str:
             load_newest(store, RUN, shards(state(3), rank, size), gang)
         except LostPeerError as error:
             return type(error).__name__
-        return "went on alone"
+        return "continued alone"
 
 
 def test_an_attempt_fenced_before_it_checks_its_packs_raises_fenced_error(

@@ -123,7 +123,7 @@ def test_other_files_between_the_checkpoints_do_no_harm(two_steps: Store) -> Non
         "packs/notes.txt",
         "attempts/README",
     ):
-        two_steps.put(f"runs/{RUN}/{name}", b"somebody's notes")
+        two_steps.put(f"runs/{RUN}/{name}", b"a person's notes")
     save(checkpointer(two_steps, keep_last=1), 9)
     assert same(load(two_steps)[1], whole(state(9)))
     assert two_steps.stat(f"runs/{RUN}/packs/notes.txt") is not None

@@ -104,7 +104,7 @@ def test_a_reader_of_a_checkpoint_rewritten_by_another_attempt_gets_missing_erro
         pass
 
 
-def beside_a_reader(store: Store) -> tuple[Collector, Hurry, str]:
+def next_to_a_reader(store: Store) -> tuple[Collector, Hurry, str]:
     """A collector, its clock, and the mark of a reader of a checkpoint that retention does not keep."""
     for step in (3, 6):
         commit(store, step)
@@ -123,7 +123,7 @@ class EntityTags(BreakingStore):
 
 def test_a_sign_of_life_counts_where_the_same_bytes_have_the_same_version(folder_store: Store) -> None:
     bucket = cast(Store, EntityTags(folder_store, kill=False))
-    garbage_collector, clock, mark = beside_a_reader(bucket)
+    garbage_collector, clock, mark = next_to_a_reader(bucket)
     for _ in range(3):
         garbage_collector.collect(6)
         clock.sleep(MARK_SECONDS - 1)
@@ -133,7 +133,7 @@ def test_a_sign_of_life_counts_where_the_same_bytes_have_the_same_version(folder
 
 
 def test_the_mark_of_a_dead_reader_holds_for_its_time_by_no_clock_but_the_collectors(folder_store: Store) -> None:
-    garbage_collector, clock, mark = beside_a_reader(folder_store)
+    garbage_collector, clock, mark = next_to_a_reader(folder_store)
     for _ in range(3):
         garbage_collector.collect(6)
         assert len(names(folder_store, "packs")) == 2

@@ -170,7 +170,7 @@ def hostile(rows: int, shape: tuple[int, ...], boxes: int, length: int) -> bytes
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (hostile(1 << 29, (1 << 29,), 1, 100), "a piece of more than"),  # 2 GiB of zeros, in 27 kB
         (hostile(1, (4, 1 << 40), 1, 100), "a piece of more than"),
@@ -180,8 +180,8 @@ def hostile(rows: int, shape: tuple[int, ...], boxes: int, length: int) -> bytes
     ],
     ids=["one piece", "one row", "stored", "wraps around", "wraps around within"],
 )
-def test_sizes_that_an_index_claims_are_compared_before_a_buffer_is_made(data: bytes, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_sizes_that_an_index_claims_are_compared_before_a_buffer_is_made(data: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         Index.from_bytes(data, "the-key")
 
 

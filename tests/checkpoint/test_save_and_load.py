@@ -103,7 +103,7 @@ class _Device:
     """An accelerator that works on request: its streams and their events."""
 
     def __init__(self) -> None:
-        self.done, self.asked, self.waits = threading.Event(), threading.Event(), 0
+        self.done, self.requested, self.waits = threading.Event(), threading.Event(), 0
 
     def wait_event(self, event: object) -> None:
         self.waits += event is self
@@ -112,7 +112,7 @@ class _Device:
         return self
 
     def query(self) -> bool:
-        self.asked.set()
+        self.requested.set()
         return self.done.is_set()
 
 
@@ -127,7 +127,7 @@ def test_training_waits_for_an_accelerator_in_its_stream_and_never_for_its_diges
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     copying = threading.Thread(target=copy.fill, args=(copies, stream))
     copying.start()
-    assert stream.asked.wait(180)
+    assert stream.requested.wait(180)
     copy.wait()  # returns before the device has reached it
     assert (stream.waits, copy.digest) == (1, None)
     assert copying.is_alive()

@@ -16,7 +16,7 @@ from tests.cluster import container as containers
 from tests.cluster.container import MissingReferenceError, Printed, signal_group
 from tests.cluster.objects import NAMESPACE, Object, Objects, now
 
-NOT_RUN = "nobody"  # scheduler name of pods whose work the test itself does
+NOT_RUN = "no-scheduler"  # scheduler name of pods whose work the test itself does
 MASTER_WAIT_SECONDS = 200.0  # the operator's init container: 100 tries, one every two seconds
 
 
@@ -259,12 +259,12 @@ class Kubelet:
         """Wait until the pod is being deleted."""
         metadata = pod["metadata"]
 
-        def asked() -> bool:
+        def has_changed() -> bool:
             body = self._objects.get("pods", metadata["name"], metadata["namespace"])
             return body is None or body["metadata"]["uid"] != metadata["uid"] or "deletionTimestamp" in body["metadata"]
 
         with self._objects.changed:
-            self._objects.changed.wait_for(asked)
+            self._objects.changed.wait_for(has_changed)
 
     def _remove(self, pod: Object) -> None:
         metadata = pod["metadata"]

@@ -30,7 +30,7 @@ class Operator:
         self._ports: dict[str, int] = {}
         self._started: dict[str, float] = {}
         self._refused: dict[str, tuple[int, float]] = {}  # by job: number of refusals, and time of the next try
-        self._told: dict[tuple[str, str], str] = {}  # the names of events
+        self._event_names: dict[tuple[str, str], str] = {}  # the names of events
 
     def reconcile(self) -> None:
         """Bring every PyTorchJob and its pods closer to the desired state."""
@@ -46,7 +46,7 @@ class Operator:
                 for pod in pods:
                     self._delete(pod)
             else:
-                self._go_on(job, pods)
+                self._advance(job, pods)
 
     def collect(self) -> None:
         """Complete foreground deletions, and delete objects that have lost their owner."""
@@ -63,7 +63,7 @@ class Operator:
             if owners and not any(self._objects.knows(owner, metadata["namespace"]) for owner in owners):
                 self._delete(body, plural)
 
-    def _go_on(self, job: Object, pods: list[Object]) -> None:
+    def _advance(self, job: Object, pods: list[Object]) -> None:
         uid, name = job["metadata"]["uid"], job["metadata"]["name"]
         self._condition(job, "Created", "PyTorchJobCreated", f"PyTorchJob {name} is created.")
         self._started.setdefault(uid, time.monotonic())
@@ -133,7 +133,7 @@ class Operator:
     def _event(self, job: Object, kind: str, reason: str, message: str) -> None:
         """Emit an event about a job; the same message again only raises the count."""
         metadata, stamp = job["metadata"], now()
-        event_name = self._told.get((metadata["uid"], message))
+        event_name = self._event_names.get((metadata["uid"], message))
         if event_name is not None:
 
             def again(found: Object) -> None:
@@ -150,7 +150,7 @@ class Operator:
             "type": kind, "reason": reason, "message": message, "count": 1,
             "firstTimestamp": stamp, "lastTimestamp": stamp, "source": {"component": "pytorchjob-controller"},
         }  # fmt: skip
-        self._told[metadata["uid"], message] = self._objects.create("events", event)["metadata"]["name"]
+        self._event_names[metadata["uid"], message] = self._objects.create("events", event)["metadata"]["name"]
 
     def _pod(self, job: Object, role: str, index: int, replica: Object) -> Object:
         metadata, spec = job["metadata"], copy.deepcopy(replica["template"]["spec"])

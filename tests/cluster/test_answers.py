@@ -73,7 +73,7 @@ def test_a_real_server_names_an_unknown_field_and_an_unreachable_webhook(
     body["spec"]["colour"] = "blue"
     with pytest.raises(SpecError, match="colour"):
         api.apply(JOBS, body, "test")
-    name = "nobody.holdfast.test"
+    name = "unknown.holdfast.test"
     hook = {
         "name": name,
         "clientConfig": {"url": "https://127.0.0.1:1/", "caBundle": ""},
@@ -91,12 +91,12 @@ def test_a_real_server_names_an_unknown_field_and_an_unreachable_webhook(
     control_plane.kubectl("apply", "-f", "-", text=json.dumps(configuration))
     try:
         with pytest.raises(WebhookAwayError, match=f"the admission webhook {name} does not answer"):
-            _until_it_is_asked(api)
+            _until_it_is_queried(api)
     finally:
         control_plane.kubectl("delete", "validatingwebhookconfiguration", name)
 
 
-def _until_it_is_asked(api: Api) -> None:
+def _until_it_is_queried(api: Api) -> None:
     """Repeat until a running server has read its new configuration."""
     for _ in range(100):
         api.create(JOBS, emitted())

@@ -39,13 +39,13 @@ def serve(pod: Object) -> list[str]:
     return [sys.executable, "-c", "import time; time.sleep(600)"]
 
 
-def said(cluster: Emulation) -> list[str]:
+def messages(cluster: Emulation) -> list[str]:
     return [event["message"] for event in cluster.objects.all("events", NAMESPACE) if event["type"] == "Warning"]
 
 
 def until(cluster: Emulation, check: Callable[[], object]) -> None:
     with cluster.objects.changed:
-        assert cluster.objects.changed.wait_for(check, 180), (said(cluster), cluster.objects.all("pods"))
+        assert cluster.objects.changed.wait_for(check, 180), (messages(cluster), cluster.objects.all("pods"))
 
 
 def phases(cluster: Emulation) -> dict[str, str]:
@@ -59,8 +59,8 @@ def test_a_namespace_that_is_restricted_refuses_the_operator_s_init_container_an
     cluster.kubelet.program = serve
     cluster.label_namespace(RESTRICTED)
     cluster.objects.create("pytorchjobs", with_a_master(emitted()))
-    until(cluster, lambda: said(cluster))
-    (message,) = said(cluster)
+    until(cluster, lambda: messages(cluster))
+    (message,) = messages(cluster)
     assert message.startswith(
         f'Error creating: pods "{NAME}-worker-0" is forbidden: violates PodSecurity "restricted:latest": '
         'allowPrivilegeEscalation != false (container "init-pytorch" must set'
@@ -74,7 +74,7 @@ def test_without_a_master_a_restricted_namespace_takes_every_pod(cluster: Emulat
     cluster.label_namespace(RESTRICTED)
     cluster.objects.create("pytorchjobs", emitted())
     until(cluster, lambda: phases(cluster) == {"worker-0": "Running", "worker-1": "Running"})
-    assert said(cluster) == []
+    assert messages(cluster) == []
 
 
 def test_the_init_container_of_a_worker_times_out_without_a_master(cluster: Emulation) -> None:
@@ -91,8 +91,8 @@ def test_a_quota_refuses_excess_pods_with_requested_used_and_limited(cluster: Em
     cluster.kubelet.program = serve
     cluster.set_quota({"pods": "1"})
     cluster.objects.create("pytorchjobs", emitted())
-    until(cluster, lambda: said(cluster))
-    assert said(cluster)[0].endswith(
+    until(cluster, lambda: messages(cluster))
+    assert messages(cluster)[0].endswith(
         "is forbidden: exceeded quota: small, requested: pods=1, used: pods=1, limited: pods=1"
     )
     assert len(phases(cluster)) == 1
@@ -103,8 +103,8 @@ def test_a_missing_service_account_is_reported(cluster: Emulation) -> None:
     for replica in body["spec"]["pytorchReplicaSpecs"].values():
         replica["template"]["spec"]["serviceAccountName"] = "holdfast-train"
     cluster.objects.create("pytorchjobs", body)
-    until(cluster, lambda: said(cluster))
-    assert 'serviceaccount "holdfast-train" not found' in said(cluster)[0]
+    until(cluster, lambda: messages(cluster))
+    assert 'serviceaccount "holdfast-train" not found' in messages(cluster)[0]
     assert phases(cluster) == {}
 
 

@@ -28,9 +28,7 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
-def test_equal_files_are_the_same_bundle_whatever_their_times_order_and_surroundings(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_equal_files_are_the_same_bundle_for_any_times_order_and_surroundings(folder: Path, tmp_path: Path) -> None:
     first = make_bundle(folder)
     (folder / ".venv").mkdir()
     (folder / ".venv" / "a.py").write_text("left out")

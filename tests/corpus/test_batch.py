@@ -27,7 +27,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
 
 
-def said(where: str) -> str:
+def text_of(where: str) -> str:
     """The text at the place that a passage names."""
     name, _, at = where.partition(": row ")
     if at:
@@ -79,7 +79,7 @@ def test_every_token_of_a_batch_is_in_the_reported_file_and_line(
             assert list(row.tokens) == rows.batch(step - 1)[row.number].tolist()
             assert (row.passages[0].tokens[0], row.passages[-1].tokens[1]) == (0, 65)
             for passage in row.passages:
-                ids = [*tokenizer.encode(said(passage.where), add_special_tokens=False).ids, dataset.end_of_text]
+                ids = [*tokenizer.encode(text_of(passage.where), add_special_tokens=False).ids, dataset.end_of_text]
                 assert passage.of is not None
                 assert ids[slice(*passage.of)] == list(row.tokens[slice(*passage.tokens)]), passage
                 kinds.add(Path(passage.where.partition(":")[0]).suffix)
@@ -104,7 +104,7 @@ def test_every_token_of_a_batch_is_in_the_reported_file_and_line(
 def test_conversations_are_found_in_the_samples_that_they_were_packed_into(
     store: Store, make_chat: Callable[..., Spec]
 ) -> None:
-    unanswered = {"messages": [{"role": "user", "content": "nobody answers"}]}
+    unanswered = {"messages": [{"role": "user", "content": "no answer comes"}]}
     talks: list[object] = [question(number, 3 * (number % 30)) for number in range(80)]
     base = make_chat([*talks[:40], unanswered, talks[3], *talks[40:]], cleaning={"on_bad_record": "skip"})
     training = {"steps": 9, "global_batch": 4, "micro_batch": 2}

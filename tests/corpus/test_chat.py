@@ -148,7 +148,7 @@ def whole_conversations(rows: np.ndarray) -> list[str]:
     for row in rows:
         for part in np.split(row[:-1], np.flatnonzero(row[:-1] & ENDS) + 1):
             if len(part) > 1:
-                assert part[-1] & ENDS, "a conversation goes on in the next sample"
+                assert part[-1] & ENDS, "a conversation continues in the next sample"
                 conversations.append(tokenizer.decode((part & ID).tolist(), skip_special_tokens=False))
         assert row[-1] & UNCOUNTED, "the first token of the next sample is no target of this one"
     return conversations

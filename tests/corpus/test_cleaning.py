@@ -35,12 +35,12 @@ def cleaned(record: dict[str, Any], kind: str = "chat", **rules: Any) -> Any:
     return result if isinstance(result, Flaw) else json.loads(result)
 
 
-def talk(said: Any, **more: Any) -> dict[str, Any]:
-    return {"messages": [{"role": "user", "content": said}, {"role": "assistant", "content": "a", **more}]}
+def talk(content: Any, **more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "a", **more}]}
 
 
 @pytest.mark.parametrize(
-    ("said", "form", "expected"),
+    ("content", "form", "expected"),
     [
         (DECOMPOSED, "NFC", COMPOSED),
         (DECOMPOSED, "none", DECOMPOSED),
@@ -50,14 +50,14 @@ def talk(said: Any, **more: Any) -> dict[str, Any]:
         ([{"text": DECOMPOSED}, {"type": "image"}], "NFC", [{"text": COMPOSED}, {"type": "image"}]),
     ],
 )
-def test_the_texts_of_messages_are_normalised(said: Any, form: str, expected: Any) -> None:
-    assert cleaned(talk(said), unicode=form) == talk(expected)
-    pair = {"prompt": talk(said)["messages"][:1], "chosen": [{"role": "assistant", "content": said}]}
+def test_the_texts_of_messages_are_normalised(content: Any, form: str, expected: Any) -> None:
+    assert cleaned(talk(content), unicode=form) == talk(expected)
+    pair = {"prompt": talk(content)["messages"][:1], "chosen": [{"role": "assistant", "content": content}]}
     pair["rejected"] = [{"role": "assistant", "content": "no"}]
     record = cleaned(pair, "preferences", unicode=form)
     assert (record["prompt"][0]["content"], record["chosen"][0]["content"]) == (expected, expected)
-    if isinstance(said, str):
-        plain = cleaned({"prompt": said, "chosen": said, "rejected": "no"}, "preferences", unicode=form)
+    if isinstance(content, str):
+        plain = cleaned({"prompt": content, "chosen": content, "rejected": "no"}, "preferences", unicode=form)
         assert plain == {"prompt": expected, "chosen": expected, "rejected": "no"}
 
 
@@ -100,12 +100,12 @@ def test_a_bad_conversation_is_named_by_its_line(
     make_chat: Callable[..., Spec], store, caplog: pytest.LogCaptureFixture
 ) -> None:
     records = [question(number, 3) for number in range(20)]
-    records[7:7] = [{"messages": [{"role": "user", "content": "nobody answers"}]}]
+    records[7:7] = [{"messages": [{"role": "user", "content": "no answer comes"}]}]
     prepared = run(make_chat(records, cleaning={"on_bad_record": "skip"}), store)
     assert prepared.dropped == {"bad_conversation": 1}
     example = prepared.examples["bad_conversation"]
     assert example.place.endswith("talks.jsonl:8")
-    assert (example.detail, example.excerpt) == ("the assistant says nothing in it", "nobody answers")
+    assert (example.detail, example.excerpt) == ("the assistant says nothing in it", "no answer comes")
     assert "talks.jsonl:8: the assistant says nothing in it" in caplog.text
 
 

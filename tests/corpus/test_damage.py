@@ -27,7 +27,7 @@ from holdfast.spec.operations import Evaluation, Task
 from holdfast.store import layout, open_store
 from tests.corpus.conftest import MakeSpec, prose, write_jsonl
 
-TEXTS = [f"Document number {number} says something of its own. é 你好" for number in range(120)]
+TEXTS = [f"Document number {number} has a text that differs. é 你好" for number in range(120)]
 LINES = "".join(json.dumps({"text": text, "n": 1}, ensure_ascii=len(text) % 2 == 0) + "\n" for text in TEXTS).encode()
 SKIP = {"cleaning": {"on_bad_record": "skip"}}
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"4d" * 32 + b"\nsize 12345\n"

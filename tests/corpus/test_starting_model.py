@@ -213,7 +213,7 @@ def test_a_model_of_the_hub_is_pinned_to_the_commit_that_was_read(tmp_path: Path
     assert spec.data.tokenizer.path == f"hf://tiny/llama@{COMMIT}/tokenizer.json"
     assert (spec.model.hidden, spec.model.context) == (32, 32)
     assert weights_digest(spec.model.init_from) == weights_digest("hf://tiny/llama")
-    assert not any(request.endswith(".safetensors") for request in hub.asked)
+    assert not any(request.endswith(".safetensors") for request in hub.requests)
 
 
 def test_a_model_in_a_bucket_is_read_there(tmp_path: Path, s3_url: str) -> None:

@@ -67,7 +67,7 @@ def status(kind: str, succeeded: bool) -> dict[str, object]:
         return {"state": {"phase": "Completed" if succeeded else "Failed", "lastTransitionTime": now}}
     outcome = ({"trainjob": "Complete"}.get(kind, "Succeeded")) if succeeded else "Failed"
     times = {"lastTransitionTime": now} | ({"lastUpdateTime": now} if kind == "pytorchjob" else {})
-    condition = {"type": outcome, "status": "True", "reason": outcome, "message": "said by the test", **times}
+    condition = {"type": outcome, "status": "True", "reason": outcome, "message": "set by the test", **times}
     return {"conditions": [condition]}
 
 
@@ -165,7 +165,7 @@ def test_the_launcher_may_label_a_node_that_failed_and_change_nothing_else_of_it
     until(plane, lambda: "but holdfast/health to failed" in change(labels={"pool": f"mine-{next(numbers)}"}))
     assert "but holdfast/health-found-by" in change(annotations={"a": "b"})
     assert "but its label holdfast/health" in change(spec={"unschedulable": True})
-    owner = {"apiVersion": "v1", "kind": "Pod", "name": "nobody", "uid": "of-nobody"}  # else the node is collected
+    owner = {"apiVersion": "v1", "kind": "Pod", "name": "missing", "uid": "of-missing"}  # else the node is collected
     assert "no owner" in change(ownerReferences=[owner])
     assert "no finalizer" in change(finalizers=["example.com/stays"])
     assert "but holdfast/health to failed" in change(labels={"holdfast/health": "well"})

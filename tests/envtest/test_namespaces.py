@@ -68,7 +68,7 @@ def test_a_launcher_is_found_alive_in_its_own_namespace_and_given_up_when_its_po
         plane.kubectl("delete", "pod", "launcher-1", "-n", HOME, "--force", "--grace-period=0")
         assert taken.wait(180)  # long before the lease expires
     waiting.join(180)
-    assert held(plane) == {}, "a lease that is given back is gone at once, with no finalizer left"
+    assert held(plane) == {}, "a lease that is given back is gone immediately, with no finalizer left"
 
 
 def test_a_dying_lease_is_waited_for(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from holdfast.tracking import connect
 from tests.evaluate import world
 from tests.registered import register_version
 
-Crown = Callable[..., None]
+Champion = Callable[..., None]
 
 
 @pytest.fixture(scope="session")
@@ -41,11 +41,11 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def crown(store: Store, tracking_uri: str) -> Crown:
+def make_champion(store: Store, tracking_uri: str) -> Champion:
     """Register a finished run as the next version of a model and make it champion."""
 
-    def crown(model: str, run_id: str, export: str, where: Store = store, uri: str = tracking_uri) -> None:
+    def make_champion(model: str, run_id: str, export: str, where: Store = store, uri: str = tracking_uri) -> None:
         version = register_version(where, model, run_id, export, world.STATE, world.DATASET, uri)
         connect(uri).set_registered_model_alias(model, "champion", str(version))
 
-    return crown
+    return make_champion

@@ -27,7 +27,7 @@ from holdfast.store import Store, layout, open_store
 from holdfast.store.sequence import record_key
 from holdfast.tracking import RunTracker, connect, registration_key
 from tests.evaluate import world
-from tests.evaluate.conftest import Crown
+from tests.evaluate.conftest import Champion
 
 
 @pytest.fixture
@@ -112,11 +112,11 @@ def test_other_settings_are_another_question(store: Store, model: str) -> None:
     ],
 )
 def test_the_champion_is_scored_on_the_same_text(
-    store: Store, crown: Crown, model: str, ours: int, theirs: int, word: str, kind: str
+    store: Store, make_champion: Champion, model: str, ours: int, theirs: int, word: str, kind: str
 ) -> None:
     changes = {"shorter context": {"model": world.shape(context=16)}, "other tokenizer": {"vocabulary": 280}}
     champion = world.trained(store, theirs, **changes.get(kind, {}))
-    crown(model, world.CHAMPION, world.finish(store, champion, world.CHAMPION))
+    make_champion(model, world.CHAMPION, world.finish(store, champion, world.CHAMPION))
     world.finish(store, world.trained(store, ours))
     verdict = run(spec(model), world.RUN, store)
     assert verdict.word == word
@@ -128,9 +128,9 @@ def test_the_champion_is_scored_on_the_same_text(
     assert run(spec(model, "evaluation.versus_champion=ignore"), world.RUN, store).word == "blessed"
 
 
-def test_an_equal_champion_is_not_worse_and_not_better(store: Store, crown: Crown, model: str) -> None:
+def test_an_equal_champion_is_not_worse_and_not_better(store: Store, make_champion: Champion, model: str) -> None:
     decoder = world.trained(store, 20)
-    crown(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
+    make_champion(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
     world.finish(store, decoder)
     assert run(spec(model), world.RUN, store).word == "blessed"
     better = run(spec(model, "evaluation.versus_champion=better"), world.RUN, store)
@@ -141,11 +141,11 @@ def test_an_equal_champion_is_not_worse_and_not_better(store: Store, crown: Crow
 
 @pytest.mark.parametrize("fault", ["gone", "damaged"])
 def test_an_unscorable_champion_blocks_evaluation_unless_the_spec_ignores_it(
-    store: Store, crown: Crown, model: str, fault: str
+    store: Store, make_champion: Champion, model: str, fault: str
 ) -> None:
     world.finish(store, world.trained(store, 20))
     export = world.finish(store, world.trained(store, 60), world.CHAMPION)
-    crown(model, world.CHAMPION, export)
+    make_champion(model, world.CHAMPION, export)
     weights = f"{export}model.safetensors"
     if fault == "gone":
         store.delete(weights)
@@ -195,13 +195,13 @@ def test_another_export_under_the_same_name_is_judged_anew(store: Store, model: 
 
 
 def test_a_champion_that_this_store_has_not_registered_is_no_opponent(
-    store: Store, crown: Crown, model: str, tmp_path: Path
+    store: Store, make_champion: Champion, model: str, tmp_path: Path
 ) -> None:
     world.finish(store, world.trained(store, 20))
     other = open_store(f"file://{tmp_path / 'other'}")
     world.write_dataset(other)
     export = world.finish(other, world.trained(other, 5), world.CHAMPION)
-    crown(model, world.CHAMPION, export, where=other)
+    make_champion(model, world.CHAMPION, export, where=other)
     with pytest.raises(
         ForeignVersionError, match=r"no registration of it; .* registered from the store file://.*other"
     ):
@@ -212,18 +212,18 @@ def test_a_champion_that_this_store_has_not_registered_is_no_opponent(
 
 @pytest.mark.parametrize("tag", ["run_id", "state_digest", "export_digest"])
 def test_a_champion_whose_tags_were_changed_in_mlflow_is_no_opponent(
-    store: Store, crown: Crown, model: str, tag: str
+    store: Store, make_champion: Champion, model: str, tag: str
 ) -> None:
     world.finish(store, world.trained(store, 20))
-    crown(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    make_champion(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
     connect().set_model_version_tag(model, "1", f"holdfast.{tag}", world.RUN)
     with pytest.raises(ForeignVersionError, match="is foreign"):
         run(spec(model), world.RUN, store)
 
 
-def test_a_verdict_that_was_changed_blesses_no_champion(store: Store, crown: Crown, model: str) -> None:
+def test_a_verdict_that_was_changed_blesses_no_champion(store: Store, make_champion: Champion, model: str) -> None:
     world.finish(store, world.trained(store, 20))
-    crown(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    make_champion(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
     key = layout.verdict(world.CHAMPION, f"blessed-{model}")
     store.put(key, store.get(key) + b" ")
     with pytest.raises(ForeignVersionError, match="is not the verdict that blessed it"):
@@ -231,10 +231,10 @@ def test_a_verdict_that_was_changed_blesses_no_champion(store: Store, crown: Cro
 
 
 def test_without_its_alias_the_last_champion_of_this_store_is_the_opponent_all_the_same(
-    store: Store, crown: Crown, model: str, caplog: pytest.LogCaptureFixture
+    store: Store, make_champion: Champion, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     world.finish(store, world.trained(store, 20))
-    crown(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    make_champion(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
     claim = {"version": 1, "replaces": None}
     store.put(record_key(layout.champions(registration_key(model)), 1), json.dumps(claim).encode())
     connect().delete_registered_model_alias(model, "champion")
@@ -243,9 +243,11 @@ def test_without_its_alias_the_last_champion_of_this_store_is_the_opponent_all_t
     assert "counts until another one is promoted" in caplog.text
 
 
-def test_a_store_that_was_moved_has_its_champion_still(store: Store, crown: Crown, model: str, tmp_path: Path) -> None:
+def test_a_store_that_was_moved_has_its_champion_still(
+    store: Store, make_champion: Champion, model: str, tmp_path: Path
+) -> None:
     world.finish(store, world.trained(store, 20))
-    crown(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    make_champion(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
     first = run(spec(model), world.RUN, store)
     (tmp_path / "store").rename(tmp_path / "moved")
     moved_store = open_store(f"file://{tmp_path / 'moved'}")
@@ -254,10 +256,12 @@ def test_a_store_that_was_moved_has_its_champion_still(store: Store, crown: Crow
     assert strict.champion is not None and strict.champion.measured is not None
 
 
-def test_a_model_that_became_champion_keeps_the_verdict_that_made_it(store: Store, crown: Crown, model: str) -> None:
+def test_a_model_that_became_champion_keeps_the_verdict_that_made_it(
+    store: Store, make_champion: Champion, model: str
+) -> None:
     export = world.finish(store, world.trained(store, 20))
     first = run(spec(model), world.RUN, store)
-    crown(model, world.RUN, export)
+    make_champion(model, world.RUN, export)
     assert run(spec(model), world.RUN, store) == first
     fresh = run(spec(model, "evaluation.max_loss=50"), world.RUN, store)
     assert any("is this very run" in reason for reason in fresh.reasons)
@@ -265,13 +269,13 @@ def test_a_model_that_became_champion_keeps_the_verdict_that_made_it(store: Stor
 
 
 def test_version_1_of_another_mlflow_is_another_champion(
-    store: Store, crown: Crown, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, make_champion: Champion, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_uri, other_uri = os.environ["MLFLOW_TRACKING_URI"], f"sqlite:///{tmp_path / 'elsewhere.db'}"
     world.finish(store, world.trained(store, 20))
-    crown(model, world.CHAMPION, world.finish(store, world.trained(store, 5), world.CHAMPION))
+    make_champion(model, world.CHAMPION, world.finish(store, world.trained(store, 5), world.CHAMPION))
     better = "00000000000000cc"
-    crown(model, better, world.finish(store, world.trained(store, 60), better), uri=other_uri)
+    make_champion(model, better, world.finish(store, world.trained(store, 60), better), uri=other_uri)
     first = run(spec(model), world.RUN, store)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", other_uri)
     second = run(spec(model), world.RUN, store)
@@ -284,10 +288,10 @@ def test_version_1_of_another_mlflow_is_another_champion(
 
 
 def test_a_verdict_that_names_another_champion_than_its_key_is_no_answer(
-    store: Store, crown: Crown, model: str
+    store: Store, make_champion: Champion, model: str
 ) -> None:
     world.finish(store, world.trained(store, 20))
-    crown(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    make_champion(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
     verdict = run(spec(model), world.RUN, store)
     assert verdict.champion is not None and not verdict.blessed
     forged = verdict.champion.model_copy(update={"state_digest": "another"})
@@ -298,12 +302,12 @@ def test_a_verdict_that_names_another_champion_than_its_key_is_no_answer(
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_champion_attends_as_it_was_trained_to(
-    store: Store, crown: Crown, model: str, tmp_path: Path, masked: bool
+    store: Store, make_champion: Champion, model: str, tmp_path: Path, masked: bool
 ) -> None:
     decoder = world.trained(store, 30)
     described = {"spec": {"data": {"document_masks": masked}}}
     store.put(layout.run(world.CHAMPION, "run.json"), json.dumps(described).encode())
-    crown(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
+    make_champion(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
     world.finish(store, world.trained(store, 20))
     verdict = run(spec(model, f"data.document_masks={str(not masked).lower()}"), world.RUN, store)
     dataset = Dataset.open(store, world.DATASET, tmp_path / "cache")
@@ -434,10 +438,10 @@ def test_a_model_that_does_not_reach_the_bound_of_a_task_is_not_blessed(
 
 @pytest.mark.parametrize("worse", [False, True])
 def test_a_task_is_compared_with_the_champion(
-    store: Store, crown: Crown, model: str, tmp_path: Path, worse: bool
+    store: Store, make_champion: Champion, model: str, tmp_path: Path, worse: bool
 ) -> None:
     decoder = world.trained(store, 60)
-    crown(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
+    make_champion(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
     if worse:
         decoder.model.norm.weight.data.neg_()  # it prefers the least likely token
     world.finish(store, decoder)

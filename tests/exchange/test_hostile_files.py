@@ -86,7 +86,7 @@ def test_a_deeply_nested_pickle_is_read_without_extra_cost(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (b"(" * 5000 + b".", "deep"),
         (b"N" * 1_100_000 + b".", "wait on its stack"),
@@ -108,8 +108,8 @@ def test_a_deeply_nested_pickle_is_read_without_extra_cost(data: bytes) -> None:
         (b"NN\x93.", "no text"),
     ],
 )
-def test_a_pickle_out_of_bounds_or_in_pieces_is_refused_with_the_reason(data: bytes, said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_a_pickle_out_of_bounds_or_in_pieces_is_refused_with_the_reason(data: bytes, message: str) -> None:
+    with pytest.raises(DataError, match=message):
         read_pickle(data, "x", ())
 
 
@@ -136,7 +136,7 @@ def archive_of(*tensors: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "message"),
     [
         (rewritten(archive_of(torch.zeros(999)), deflate), "compressed or encrypted"),
         (rewritten(archive_of(torch.zeros(9)), lambda info, c: c[:8] if "data/" in info.filename else c), "8 bytes"),
@@ -151,9 +151,9 @@ def archive_of(*tensors: torch.Tensor) -> bytes:
     ],
     ids=["deflated", "short", "absent", "big-endian", "expanded", "overlapping", "cut", "zip64", "directory", "pickle"],
 )
-def test_an_archive_is_refused_before_anything_is_made_of_it(data: bytes, said: str, tmp_path: Path) -> None:
+def test_an_archive_is_refused_before_anything_is_made_of_it(data: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "x.pt").write_bytes(data)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read_tensors(tmp_path / "x.pt")
 
 

@@ -1,8 +1,8 @@
 """A rank that computes no step above the number in the file HOLDFAST_TEST_HOLDS. So a test decides at which step of a
-gang its nodes come and go. If the rank is asked to leave, it stops waiting and touches the file `told` next to that
-file. While the number is below 0, all ranks but the first do not even rendezvous. Memory that a rank has used stays
-mapped, so a rank with little memory would need no more. This rank therefore requests some from the kernel before each
-step, and while it is held.
+gang its nodes come and go. If the rank gets a stop request, it stops waiting and touches the file `stopped` next to
+that file. While the number is below 0, all ranks but the first do not even rendezvous. Memory that a rank has used
+stays mapped, so a rank with little memory would need no more. This rank therefore requests some from the kernel before
+each step, and while it is held.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main() -> None:
                 time.sleep(0.02)
             phases.enter("data")
             if leave.wanted:
-                file.with_name("told").touch()
+                file.with_name("stopped").touch()
             yield step, rows
 
     def patient(*arguments: Any, **more: Any) -> None:

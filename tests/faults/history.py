@@ -45,7 +45,7 @@ def wrongs(
         problems.append("steps consumed different numbers of tokens: samples are lost or repeated")
     for (after, attempt), (later, successor) in pairwise(lineage):
         if not (after < later and attempt < successor):
-            problems.append(f"attempt {successor} went on above {later} after attempt {attempt} above {after}")
+            problems.append(f"attempt {successor} resumed above {later} after attempt {attempt} above {after}")
     for writer in {attempt for attempt, _ in commits}:
         own = [step for attempt, step in commits if attempt == writer]
         if any(second <= first for first, second in pairwise(own)):

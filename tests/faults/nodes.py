@@ -148,7 +148,7 @@ class Nodes(Held):
 
     def drain(self, name: str) -> None:
         """Ask a node to leave. Its rank notices, and computes one more step with the gang."""
-        notice = self._folder / "told"
+        notice = self._folder / "stopped"
         notice.unlink(missing_ok=True)
         self._processes[name].send_signal(signal.SIGTERM)
         self.wait(notice.exists, "the end of its wait")

@@ -1,7 +1,7 @@
 """A rank with a fault: `python -m tests.faults.odd_worker HOW ...`, followed by a worker's arguments.
 
 `pauses-in-FOLDER` pauses at the first roots that its garbage collection deletes, until the file FOLDER/go appears.
-`leaves-at-load` is asked to leave while it loads. `leaves-at-6` is asked to leave after it saved step 6.
+`leaves-at-load` gets a stop request while it loads. `leaves-at-6` gets a stop request after it saved step 6.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def _pause(folder: Path) -> None:
 def _leave_at_load() -> None:
     restore = worker.Checkpointer.restore
 
-    def told(*arguments: Any) -> Any:
+    def stopped(*arguments: Any) -> Any:
         os.kill(os.getpid(), signal.SIGTERM)
         return restore(*arguments)
 
-    worker.Checkpointer.restore = told  # type: ignore[method-assign]
+    worker.Checkpointer.restore = stopped  # type: ignore[method-assign]
 
 
 def _leave_at(last: int) -> None:

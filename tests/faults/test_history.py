@@ -42,7 +42,7 @@ def test_a_sound_history_has_nothing_wrong() -> None:
         ("rows", [row(1), row(2), row(2), row(3), row(4)], "not each of 4 once"),
         ("rows", [row(1), row(2, tokens=24), row(3), row(4)], "samples are lost or repeated"),
         ("samples", ["00", "00", "01", "00"], "step 3 was fed other samples"),
-        ("lineage", [(0, 3), (2, 1)], "attempt 1 went on above 2 after attempt 3"),
+        ("lineage", [(0, 3), (2, 1)], "attempt 1 resumed above 2 after attempt 3"),
         ("commits", [(1, 2), (1, 2)], r"attempt 1 committed \[2, 2\], not in the order"),
         ("commits", [(3, 3), (1, 4)], "attempt 1 committed step 4 after attempt 3 had"),
         ("measured", [(1, row(3)), (3, row(3, loss=1.5))], "step 3 of attempt 3 has other bits than that of attempt 1"),

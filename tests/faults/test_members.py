@@ -22,7 +22,7 @@ from tests.train.tiny_run import DATASET_ID, tiny_spec, write_dataset
 STEPS = 48
 
 
-def asked(strategy: str, ranks: int = 1) -> tuple[str, ...]:
+def overrides_of(strategy: str, ranks: int = 1) -> tuple[str, ...]:
     """Four micro-batches of two rows, for one to four nodes. Three nodes have 1, 1 and 2."""
     return (
         "training.determinism=elastic", f"training.steps={STEPS}", f"parallel.strategy={strategy}",
@@ -36,7 +36,7 @@ def require_the_bits_of_one_rank(store: Store, spec: Spec, folder: Path) -> None
     tests/train/test_elastic.py.
     """
     require_sound_history(store, Assignment.of(spec, identity_of(spec), DATASET_ID))
-    overrides, salt = asked(spec.parallel.strategy), "calm-1"
+    overrides, salt = overrides_of(spec.parallel.strategy), "calm-1"
     assert train_in_ranks(1, store.url, folder / salt, [(overrides, salt, None)]) == [""]
     assert trained(store, spec) == trained(store, tiny_spec(*overrides), salt)
 
@@ -44,7 +44,7 @@ def require_the_bits_of_one_rank(store: Store, spec: Spec, folder: Path) -> None
 def draw(file: Path, store: Store, nodes: Nodes) -> None:
     """The picture of a run, with the digests of the undisturbed runs."""
     digests = {
-        label: read_manifest(store, run_id(tiny_spec(*asked("ddp")), DATASET_ID, salt), STEPS).state_digest
+        label: read_manifest(store, run_id(tiny_spec(*overrides_of("ddp")), DATASET_ID, salt), STEPS).state_digest
         for label, salt in (("this run", ""), ("1 rank, undisturbed", "calm-1"))
     }
     lines = [f"{label:<21} {digest}" for label, digest in digests.items()]
@@ -57,7 +57,7 @@ def draw(file: Path, store: Store, nodes: Nodes) -> None:
 def test_four_nodes_become_two_then_three_then_four_and_end_with_the_bits_of_one(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path / 'store'}")
     write_dataset(store)
-    spec = tiny_spec(*asked("fsdp"))
+    spec = tiny_spec(*overrides_of("fsdp"))
     with Nodes(store, spec, tmp_path / "nodes") as nodes:
         nodes.start("first", "host", "third", "fourth")
         nodes.wait_for_world(4)
@@ -91,7 +91,7 @@ def test_four_nodes_become_two_then_three_then_four_and_end_with_the_bits_of_one
 def test_a_silent_node_is_dropped_and_readmitted_when_it_responds(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path / 'store'}")
     write_dataset(store)
-    spec = tiny_spec(*asked("ddp"))
+    spec = tiny_spec(*overrides_of("ddp"))
     with Nodes(store, spec, tmp_path / "nodes") as nodes:
         nodes.start("host", "second", "third", "fourth")
         nodes.wait_for_world(4)

@@ -60,7 +60,7 @@ def through(spec: Spec, store: Store, home: Path, faults: list[str], seed: int, 
     }  # fmt: skip
     run = Run([*command, "--store", store.url], home / "disk", environment, home / "log.txt", start=warm.popen)
     planned = schedule(faults, spec.training.steps, seed)
-    survived = run.go(planned, proxy, seed, lambda told: gate.hold(told + AHEAD) if isinstance(told, int) else None)
+    survived = run.go(planned, proxy, seed, lambda step: gate.hold(step + AHEAD) if isinstance(step, int) else None)
     assert [event.fault for event in survived] == [event.fault for event in planned], "over before all could happen"
 
 

@@ -48,7 +48,7 @@ def complaint(golden: Golden, key: str, version: int, found: dict[str, str]) -> 
         return ""
     return (
         f"the same run now ends with other bits: {'; '.join(changed)}. Runs that were begun before this change would "
-        "neither resume nor be found equal. If that is not meant, mend it; if it is, raise DATA_PLANE_VERSION in "
+        "neither resume nor be found equal. If that is not meant, fix it; if it is, raise DATA_PLANE_VERSION in "
         "holdfast/spec/identity.py, which gives every run another id, and write bits.json anew with "
         "HOLDFAST_UPDATE_GOLDEN=1"
     )

@@ -19,6 +19,6 @@ def test_missing_unneeded_and_different_pins_are_reported() -> None:
     )
     assert differences == [
         "brought==1 is needed and not pinned",
-        "left==1 is pinned and nobody needs it",
+        "left==1 is pinned and no package needs it",
         "moved is pinned to 1, and 2 is installed",
     ]

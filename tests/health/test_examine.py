@@ -81,8 +81,8 @@ def _meet(rank: int, size: int, folder: Path) -> str:
                 gang.meet(1.0, "in the health check")
             except HoldfastError as error:
                 message = f"{type(error).__name__}: {error}"
-            (folder / "told").touch()
-        while not (folder / "told").exists():
+            (folder / "ready").touch()
+        while not (folder / "ready").exists():
             os.sched_yield()
         return message
 

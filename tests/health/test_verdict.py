@@ -18,7 +18,7 @@ def rank(number: int, node: str = "", device: str = "board", **more: object) -> 
     return Measured.model_validate(values)
 
 
-def told(findings: Sequence[Finding]) -> list[tuple[str, str, tuple[int, ...]]]:
+def summarize(findings: Sequence[Finding]) -> list[tuple[str, str, tuple[int, ...]]]:
     return [(finding.severity, finding.probe, finding.ranks) for finding in findings]
 
 
@@ -40,7 +40,7 @@ def computing(*rates: float, device: str = "board") -> list[Measured]:
     ],
 )
 def test_a_rank_that_is_far_below_its_peers_is_reported(rates: list[float], expected: list[object]) -> None:
-    assert told(judge(computing(*rates))) == expected
+    assert summarize(judge(computing(*rates))) == expected
 
 
 def test_findings_do_not_depend_on_the_order_of_the_measurements() -> None:
@@ -68,12 +68,12 @@ def test_a_board_that_is_known_is_compared_with_what_it_usually_reaches() -> Non
 
 def test_bits_that_differ_name_the_minority_and_of_two_the_one_whose_exact_product_is_wrong() -> None:
     three = [rank(number, bits="same", alike="here") for number in range(2)] + [rank(2, bits="odd", alike="here")]
-    assert told(judge(three)) == [("failed", "arithmetic", (2,))]
+    assert summarize(judge(three)) == [("failed", "arithmetic", (2,))]
     two = [rank(0, bits="one", alike="here"), rank(1, bits="other", alike="here")]
-    assert told(judge(two)) == [("failed", "arithmetic", (0,)), ("failed", "arithmetic", (1,))]
+    assert summarize(judge(two)) == [("failed", "arithmetic", (0,)), ("failed", "arithmetic", (1,))]
     assert [finding.sure for finding in (*judge(three), *judge(two))] == [True, False, False]
     checked = [two[0], two[1].model_copy(update={"right": False})]
-    assert told(judge(checked)) == [("failed", "arithmetic", (1,))]
+    assert summarize(judge(checked)) == [("failed", "arithmetic", (1,))]
     elsewhere = [two[0], two[1].model_copy(update={"alike": "other libraries"})]
     assert judge(elsewhere) == ()
 
@@ -85,13 +85,13 @@ def links(rates: dict[tuple[int, int], float]) -> list[Link]:
 def test_a_rank_is_judged_by_its_best_link_so_that_a_slow_peer_does_not_make_others_slow() -> None:
     ranks = [rank(number) for number in range(3)]
     findings = judge(ranks, links({(0, 1): 100, (0, 2): 10, (1, 2): 10}))
-    assert told(findings) == [("failed", "link", (2,))]
+    assert summarize(findings) == [("failed", "link", (2,))]
 
 
 def test_one_slow_link_names_both_its_ends_and_fails_neither() -> None:
     ranks = [rank(number) for number in range(4)]
     pairs = {(first, second): 100.0 for first in range(4) for second in range(first + 1, 4)}
-    assert told(judge(ranks, links(pairs | {(1, 3): 10}))) == [("warned", "link", (1, 3))]
+    assert summarize(judge(ranks, links(pairs | {(1, 3): 10}))) == [("warned", "link", (1, 3))]
 
 
 def test_links_within_a_node_are_not_compared_with_those_between_nodes() -> None:
@@ -129,21 +129,23 @@ def test_links_are_compared_with_those_of_the_same_device() -> None:
 
 
 def test_a_disk_that_takes_nothing_fails_its_node_also_where_it_is_alone() -> None:
-    assert told(judge([rank(0, rates={"disk": 0.0})])) == [("failed", "disk", (0,))]
+    assert summarize(judge([rank(0, rates={"disk": 0.0})])) == [("failed", "disk", (0,))]
     peers = [rank(1, rates={"disk": 1e9}), rank(2, rates={"disk": 1e9})]
-    assert told(judge([rank(0, rates={"disk": 0.0}), *peers])) == [("failed", "disk", (0,))]  # reported once
+    assert summarize(judge([rank(0, rates={"disk": 0.0}), *peers])) == [("failed", "disk", (0,))]  # reported once
 
 
 def test_fault_counters_fail_a_device_and_early_signs_warn() -> None:
-    assert told(judge([rank(0, counters={"xid 79": 1, "corrected ECC errors": 7})])) == [("failed", "counters", (0,))]
-    assert told(judge([rank(0, counters={"pending row remaps": 1})])) == [("warned", "counters", (0,))]
+    assert summarize(judge([rank(0, counters={"xid 79": 1, "corrected ECC errors": 7})])) == [
+        ("failed", "counters", (0,))
+    ]
+    assert summarize(judge([rank(0, counters={"pending row remaps": 1})])) == [("warned", "counters", (0,))]
     assert judge([rank(0, counters=dict.fromkeys(FATAL, 0))]) == ()
 
 
 def test_nodes_with_a_rarer_version_get_a_warning() -> None:
     ranks = [rank(number, versions={"driver": "2" if number == 1 else "1"}) for number in range(3)]
     findings = judge([*ranks, rank(3)])  # not the first rank of its node
-    assert told(findings) == [("warned", "versions", (1,))]
+    assert summarize(findings) == [("warned", "versions", (1,))]
     assert findings[0].words == "rank 1 on node-1: versions: driver is 2, and 1 elsewhere"
 
 

@@ -134,7 +134,7 @@ def test_only_what_the_images_need_reaches_a_builder() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "said"),
+    ("arguments", "environment", "message"),
     [
         (["heavy"], {}, "heavy: name light"),
         (["train-amd"], {"BUILDER": "buildah"}, "set BASE to the vendor's image"),
@@ -154,10 +154,10 @@ def test_only_what_the_images_need_reaches_a_builder() -> None:
     ],
 )
 def test_the_build_refuses_what_cannot_become_an_image(
-    arguments: list[str], environment: dict[str, str], said: str
+    arguments: list[str], environment: dict[str, str], message: str
 ) -> None:
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/", **environment}
     command = [IMAGES / "build.sh", *arguments]
     process = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 2
-    assert said in process.stderr
+    assert message in process.stderr

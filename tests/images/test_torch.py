@@ -30,7 +30,7 @@ def write_index(folder: Path, version: str, needs: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "own", "published", "asked", "installed"),
+    ("wanted", "own", "published", "requested", "installed"),
     [
         ("any", CUDA, CPU, "", "2.13.0+cpu"),
         ("any", CUDA, None, "", "2.13.0"),
@@ -40,14 +40,14 @@ def write_index(folder: Path, version: str, needs: str) -> str:
     ],
 )
 def test_a_machine_without_a_driver_gets_the_cpu_wheel_and_a_cpu_image_no_other(
-    wanted: str, own, published, asked: str, installed: str, tmp_path: Path
+    wanted: str, own, published, requested: str, installed: str, tmp_path: Path
 ) -> None:
     if wanted == "any" and Path("/proc/driver/nvidia/version").exists():
         pytest.skip("there is an NVIDIA driver, whose machines get what pip's own index has")
     absent = (tmp_path / "absent").as_uri()
     environment = {
         "PATH": "/usr/bin:/bin", "HOME": str(tmp_path), "PIP_CONFIG_FILE": os.devnull, "PIP_NO_CACHE_DIR": "1",
-        "TORCH": asked,
+        "TORCH": requested,
         "PIP_INDEX_URL": write_index(tmp_path / "own", *own),
         "TORCH_CPU_INDEX": write_index(tmp_path / "published", *published) if published else absent,
     }  # fmt: skip

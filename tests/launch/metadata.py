@@ -21,7 +21,7 @@ class Metadata:
         self.events: list[dict[str, Any]] = []  # of Azure
         self.token = TOKEN
         self.broken = 0  # requests that are answered 503
-        self.asked: list[str] = []  # method, path and query of each request
+        self.requests: list[str] = []  # method, path and query of each request
         self.waited = threading.Event()  # a client waits for a change at GCP
         self._preempted, self._changed = False, threading.Condition()
         service = self
@@ -54,7 +54,7 @@ class Metadata:
             self._changed.notify_all()
 
     def _answer(self, request: BaseHTTPRequestHandler) -> None:
-        self.asked.append(f"{request.command} {request.path}")
+        self.requests.append(f"{request.command} {request.path}")
         parts = urlsplit(request.path)
         if self.broken:
             self.broken -= 1

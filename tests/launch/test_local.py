@@ -85,7 +85,7 @@ def test_a_launch_ends_only_when_what_started_its_ranks_has_ended(tmp_path: Path
     with closing(launcher), let_by(let):
         endings.append(launcher.run(replace(job(deed), environment={HELD: str(marker)})))
     assert [ending.code for ending in endings] == [code]
-    assert log.read_text().endswith("what started the ranks goes on\n")
+    assert log.read_text().endswith("the parent of the ranks continues\n")
 
 
 def test_a_reclaim_notice_is_recorded_before_the_launch_ends(tmp_path: Path) -> None:
@@ -198,15 +198,15 @@ class Late:
 
 late = Late()
 code = main(["--standalone", "--nproc-per-node=1", "-m", "tests.launch.worker", "0:12"])
-if {at_once}:
+if {immediately}:
     del late
 sys.exit(code)
 """
 
 
-@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "while the interpreter is taken down"])
-def test_an_ended_gang_keeps_its_exit_code_after_a_late_sigterm(at_once: bool) -> None:
-    program = TORCHRUN.format(at_once=at_once)
+@pytest.mark.parametrize("immediately", [True, False], ids=["immediately", "while the interpreter is taken down"])
+def test_an_ended_gang_keeps_its_exit_code_after_a_late_sigterm(immediately: bool) -> None:
+    program = TORCHRUN.format(immediately=immediately)
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 12
 
 
@@ -282,6 +282,6 @@ def test_the_first_process_of_a_container_leaves_on_sigterm_before_it_has_starte
     """No signal that process 1 does not handle ends it: a pod would stay until its grace period is over."""
     torchrun = [sys.executable, "-m", "holdfast.launch.torchrun", "--nproc-per-node=1"]
     result = subprocess.run(
-        [*torchrun, "-m", "tests.launch.told_early"], capture_output=True, timeout=PATIENCE, check=False
+        [*torchrun, "-m", "tests.launch.signaled_early"], capture_output=True, timeout=PATIENCE, check=False
     )
     assert result.returncode == 143  # from its own handler; -15 is that of a process that the signal has killed

@@ -15,19 +15,19 @@ from holdfast.spec import ExitCode
 from holdfast.spec.cluster import Cluster
 
 
-def said(node: str, code: int, rank: int, **fields: bool) -> NodeExit:
+def node_exit(node: str, code: int, rank: int, **fields: bool) -> NodeExit:
     process = RankExit(rank=rank, local_rank=rank % 2, pid=1, node=node, attempt=7, began=1.0, ended=2.0, code=code)
     return NodeExit(code=code, node=node, ranks=(process,), **fields)
 
 
-def ended(code: int, **told: NodeExit | None) -> Ending:
-    return _ending(code, told, ("last",), Path("log"))
+def ended(code: int, **reports: NodeExit | None) -> Ending:
+    return _ending(code, reports, ("last",), Path("log"))
 
 
 def test_the_root_cause_rank_is_reported_with_its_node_and_attempt() -> None:
     reports = {
-        "n9": said("n9", ExitCode.LOST_PEER, 1),
-        "n1": said("n1", ExitCode.WRONG_ARITHMETIC, 2, blames_node=True),
+        "n9": node_exit("n9", ExitCode.LOST_PEER, 1),
+        "n1": node_exit("n1", ExitCode.WRONG_ARITHMETIC, 2, blames_node=True),
     }
     ending = ended(1, **reports)
     assert (ending.code, ending.rank, ending.node, ending.attempt) == (ExitCode.WRONG_ARITHMETIC, 2, 1, 7)
@@ -35,14 +35,14 @@ def test_the_root_cause_rank_is_reported_with_its_node_and_attempt() -> None:
 
 
 def test_a_node_without_an_exit_report_explains_the_lost_peers() -> None:
-    ending = ended(1, n1=said("n1", ExitCode.LOST_PEER, 0), n2=None)
+    ending = ended(1, n1=node_exit("n1", ExitCode.LOST_PEER, 0), n2=None)
     assert (ending.code, ending.rank, ending.node) == (ExitCode.KILLED, None, 1)
     assert ending.detail == "n2 did not say how it ended. The log is log"
 
 
-@pytest.mark.parametrize("told", [{"n1": None, "n2": None}, {"n1": said("n1", 0, 0), "n2": None}])
-def test_a_successful_launch_blames_no_node(told: dict[str, NodeExit | None]) -> None:
-    ending = ended(0, **told)
+@pytest.mark.parametrize("reports", [{"n1": None, "n2": None}, {"n1": node_exit("n1", 0, 0), "n2": None}])
+def test_a_successful_launch_blames_no_node(reports: dict[str, NodeExit | None]) -> None:
+    ending = ended(0, **reports)
     assert (ending.code, ending.rank, ending.node, ending.blamed_nodes) == (0, None, None, frozenset())
 
 

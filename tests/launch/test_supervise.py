@@ -168,7 +168,7 @@ class Away(Scripted):
         super().__init__(codes)
         self.refusals = refusals
         self.refuse_after: dict[int, int] = {}  # launch -> calls that are refused once it has ended
-        self.told: list[int] = []
+        self.reported_codes: list[int] = []
 
     def answer(self) -> None:
         if self.refusals:
@@ -185,7 +185,7 @@ class Away(Scripted):
 
     def on_ending(self, _job: Job, ending: Ending) -> None:
         self.answer()
-        self.told.append(ending.code)
+        self.reported_codes.append(ending.code)
 
     def supervised(self, waits: Waits) -> Ending:
         return supervise(
@@ -197,7 +197,7 @@ def test_an_unreachable_store_between_launches_is_waited_for_and_gets_the_missed
     launcher = Away([137, 0])
     launcher.refuse_after[1] = 3
     assert launcher.supervised(Waits()).code == 0
-    assert launcher.told == [137, 0]
+    assert launcher.reported_codes == [137, 0]
     assert launcher.jobs == 2
 
 

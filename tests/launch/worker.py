@@ -40,7 +40,7 @@ def _patient(self: RankOutput, codes: Mapping[int, int], seconds: float = CLOSE_
     if HELD in os.environ:
         say("what started the ranks is held")
         await_file(HELD)
-        say("what started the ranks goes on")
+        say("the parent of the ranks continues")
     _close(self, codes, float(os.environ.get(CLOSING, seconds)))
 
 

@@ -19,7 +19,7 @@ def tensor(first: int, last: int, shape: Any = None) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("header", "said"),
+    ("header", "message"),
     [
         ({"a": tensor(0, 16), "b": tensor(0, 16)}, "overlap or leave a gap"),
         ({"a": tensor(0, 8), "b": tensor(4, 16)}, "overlap or leave a gap"),
@@ -34,10 +34,10 @@ def tensor(first: int, last: int, shape: Any = None) -> dict[str, Any]:
         ("[" * 5000, "not a whole safetensors file"),
     ],
 )
-def test_a_header_that_is_not_of_its_file_is_refused(tmp_path: Path, header: Any, said: str) -> None:
+def test_a_header_that_is_not_of_its_file_is_refused(tmp_path: Path, header: Any, message: str) -> None:
     text = header.encode() if isinstance(header, str) else json.dumps(header).encode()
     (tmp_path / "m.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(16))
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         read_header(Folder(tmp_path), "m.safetensors")
 
 

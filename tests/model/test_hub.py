@@ -25,7 +25,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.asked = folder, []
+        self.folder, self.requests = folder, []
 
     @property
     def url(self) -> str:
@@ -46,7 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, body: bool) -> None:
         path = self.path.partition("?")[0]
-        self.server.asked.append(f"{self.command} {path}")
+        self.server.requests.append(f"{self.command} {path}")
         if path.startswith("/api/models/tiny/llama/tree/"):
             files = []
             for file in sorted(self.server.folder.iterdir()):
@@ -96,10 +96,10 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def test_weights_of_the_hub_are_identified_without_fetching_them_and_then_read(hub: Hub, tmp_path: Path) -> None:
     digest = weights_digest("hf://tiny/llama")
-    assert not any("resolve" in request for request in hub.asked)
+    assert not any("resolve" in request for request in hub.requests)
     weights = open_weights("hf://tiny/llama", tmp_path / "cache")
     assert weights.vocabulary == 300
-    assert not any(request.endswith("chat_template.jinja") for request in hub.asked)
+    assert not any(request.endswith("chat_template.jinja") for request in hub.requests)
     require_weights("hf://tiny/llama", digest)
     path = hub.folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4] + b"\0\0\0\0")
@@ -114,7 +114,7 @@ def test_a_hub_file_is_fetched_or_reported_missing(hub: Hub) -> None:
     assert file.read_bytes() == (hub.folder / "tokenizer.json").read_bytes()
     assert hub_file("hf://tiny/llama/chat_template.jinja") is None
     with pytest.raises(MissingError, match="no such repository or revision"):
-        weights_digest("hf://nobody/nothing")
+        weights_digest("hf://missing/nothing")
 
 
 def test_a_hub_that_does_not_answer_is_a_place_that_cannot_be_reached(

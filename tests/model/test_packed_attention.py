@@ -101,7 +101,7 @@ def test_output_and_gradients_are_those_of_the_dense_reference(name: str, device
     names = ["output", "q", "k", "v", *(["sinks"] if sinks is not None else [])]
     for tensor, actual, reference in zip(names, results, expected, strict=True):
         if window == 1 and tensor in ("q", "k") and sinks is None:
-            assert actual.abs().max() < 0.05, "the only weight is 1, whatever the score"
+            assert actual.abs().max() < 0.05, "the only weight is 1, for any score"
             continue
         error = ((actual.double() - reference).norm() / reference.norm()).item()
         assert error < (2e-6 if dtype == torch.float32 else 8e-3), f"{tensor} differs by {error:.1e}"

@@ -139,12 +139,14 @@ def test_the_summary_of_a_failed_run_has_its_progress_and_events(store: Store) -
     assert (last_event.source, last_event.text) == ("notify", "the run failed: train: ended")
 
 
-@pytest.mark.parametrize(("status", "said", "code"), [
+@pytest.mark.parametrize(("status", "reported", "code"), [
     ("SUCCEEDED", None, 0), ("FAILED", 18, 18), ("FAILED", None, None), ("CANCELLED", 204, 204),
 ])  # fmt: skip
-def test_the_summary_record_has_the_exit_code(store: Store, status: str, said: int | None, code: int | None) -> None:
+def test_the_summary_record_has_the_exit_code(
+    store: Store, status: str, reported: int | None, code: int | None
+) -> None:
     before = time.time()
-    run(status, SPEC, run_id=RUN_ID, exit_code=said)
+    run(status, SPEC, run_id=RUN_ID, exit_code=reported)
     record = json.loads(store.get(layout.run(RUN_ID, "summary.json")))
     assert record["exit_code"] == code
     assert before <= record["ended"] <= time.time()

@@ -48,7 +48,7 @@ def judged(store: Store, trial: list[str], run: str) -> None:
     store.put(layout.registration(run, "r"), json.dumps(record).encode())
 
 
-def told(store: Store, status: str) -> dict[str, object]:
+def summarize(store: Store, status: str) -> dict[str, object]:
     notification = body(TEXT, [], store.url, JOB, "", json.dumps(TRIALS), status)
     record = json.loads(store.get(layout.sweep(sweep_id(RUNS), "summary.json")))
     assert record["text"] == notification.result["text"]
@@ -61,7 +61,7 @@ def test_the_summary_has_the_best_trial_and_each_that_failed_with_its_cause(stor
     outcomes = [Outcome("train", 1, 2.0, 3.0, 12, "loss is NaN", part="2")]
     compare(parse_spec(TEXT), "d", TRIALS, store, outcomes=outcomes)
     left(store, Outcome("compare", 1, 4.0, 5.0, 0, result="blessed"))
-    summary = told(store, "Failed")
+    summary = summarize(store, "Failed")
     assert (summary["status"], summary["failed_step"], summary["reason"]) == ("failed", "train-2", "loss is NaN")
     assert summary["registered"] == "models:/story/3"
     text = str(summary["text"])
@@ -76,7 +76,7 @@ def test_a_sweep_whose_trials_were_all_compared_succeeded(store: Store) -> None:
         judged(store, trial, run)
     compare(parse_spec(TEXT), "d", TRIALS, store)
     left(store, Outcome("compare", 1, 4.0, 5.0, 0, result="blessed"))
-    summary = told(store, "Succeeded")
+    summary = summarize(store, "Succeeded")
     assert (summary["status"], summary["failed_step"], summary["reason"]) == ("succeeded", "", "")
     assert str(summary["text"]).startswith(f"**story-sweep (sweep {sweep_id(RUNS)}): registered as models:/story/3**")
 
@@ -85,7 +85,7 @@ def test_the_summary_of_a_sweep_without_comparison_names_the_failed_step(store: 
     judged(store, TRIALS[0], RUNS[0])
     compare(parse_spec(TEXT), "d", TRIALS, store)  # of an earlier execution
     left(store, Outcome("train", 1, 2.0, part="1"))
-    summary = told(store, "Failed")
+    summary = summarize(store, "Failed")
     assert (summary["status"], summary["failed_step"]) == ("failed", "train-1")
     assert "killed" in str(summary["reason"])
     assert "no comparison of 2 trials was made" in str(summary["text"])

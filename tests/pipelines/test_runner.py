@@ -30,12 +30,12 @@ class Handle:
     leave_seconds = 600.0
 
     def __init__(self, steps: Steps, execution: Execution, code: int | str) -> None:
-        self.steps, self.execution, self.code, self.asked = steps, execution, code, list[bool]()
+        self.steps, self.execution, self.code, self.stops = steps, execution, code, list[bool]()
 
     def poll(self) -> int | None:
         if isinstance(self.code, int):
             return self.code
-        return int(ExitCode.TERMINATED) if self.asked else None
+        return int(ExitCode.TERMINATED) if self.stops else None
 
     def result(self) -> dict[str, Any]:
         outputs = self.steps.results[self.execution.step]
@@ -44,7 +44,7 @@ class Handle:
         return outputs
 
     def stop(self, *, force: bool) -> None:
-        self.asked.append(force)
+        self.stops.append(force)
 
 
 class Steps:
@@ -266,7 +266,7 @@ def test_list_items_run_concurrently_and_a_failure_stops_the_rest() -> None:
     assert runner(steps, FAN_OUT).run() == 11
     assert steps.names == ["divide", "tokenise-0-3", "tokenise-1-3", "tokenise-2-3", "notify"]
     assert steps.most == 3
-    assert [steps.handles[f"tokenise-{share}-3"].asked for share in range(3)] == [[False], [], [False]]
+    assert [steps.handles[f"tokenise-{share}-3"].stops for share in range(3)] == [[False], [], [False]]
     assert steps.ending["status"] == "failed"
 
 
@@ -275,7 +275,7 @@ def test_a_step_that_does_not_stop_in_time_is_killed(monkeypatch: pytest.MonkeyP
         leave_seconds = 0.0
 
         def poll(self) -> int | None:
-            return int(ExitCode.KILLED) if True in self.asked else None
+            return int(ExitCode.KILLED) if True in self.stops else None
 
     steps = Steps(tokenise_1_3=[11])
     start = steps.start
@@ -288,7 +288,7 @@ def test_a_step_that_does_not_stop_in_time_is_killed(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(steps, "start", start_stubborn)
     assert runner(steps, FAN_OUT).run() == 11
-    assert steps.handles["tokenise-0-3"].asked == [False, True]
+    assert steps.handles["tokenise-0-3"].stops == [False, True]
 
 
 def test_a_request_to_stop_reaches_the_running_step_and_nothing_starts_after_it_but_the_exit_handler() -> None:
@@ -297,8 +297,8 @@ def test_a_request_to_stop_reaches_the_running_step_and_nothing_starts_after_it_
     steps.on_wait = lambda: walker.request_stop() if "train" in steps.names else None
     assert walker.run() == ExitCode.TERMINATED
     assert steps.names == ["preprocess", "train", "notify"]
-    assert steps.handles["train"].asked == [False]
-    assert steps.handles["notify"].asked == []
+    assert steps.handles["train"].stops == [False]
+    assert steps.handles["notify"].stops == []
     assert steps.ending["status"] == "cancelled"
 
 

@@ -134,9 +134,9 @@ def typed(proposal: Proposal) -> list[str]:
     return proposal.options.removeprefix("--set ").split(" --set ")
 
 
-def need_of(asked: Spec) -> float:
+def need_of(spec: Spec) -> float:
     """Bytes of a rank."""
-    return Candidate(declared_task(asked, ACCELERATORS["H100"], 32000), layout_of(asked)).memory.total
+    return Candidate(declared_task(spec, ACCELERATORS["H100"], 32000), layout_of(spec)).memory.total
 
 
 def test_the_plan_after_an_out_of_memory_failure_needs_clearly_less() -> None:

@@ -32,7 +32,7 @@ def task_of_model(name: str, gpus: int) -> Task:
     return Task(shape, accelerator("H100"), gpus, 10_000, 1024, compiled=shape.experts == 1)
 
 
-def told(name: str, gpus: int) -> str:
+def plan_text(name: str, gpus: int) -> str:
     result = search(task_of_model(name, gpus), count=3)
     lines = [f"== {name} on {gpus} x H100"]
     if not result.best:
@@ -49,7 +49,7 @@ def told(name: str, gpus: int) -> str:
 
 
 def test_plans_are_those_that_were_looked_at() -> None:
-    text = "\n\n".join(told(name, gpus) for name in MODELS for gpus in (8, 64, 1024)) + "\n"
+    text = "\n\n".join(plan_text(name, gpus) for name in MODELS for gpus in (8, 64, 1024)) + "\n"
     if os.environ.get("HOLDFAST_UPDATE_GOLDEN"):
         GOLDEN.write_text(text, encoding="utf-8")
     assert text == GOLDEN.read_text(encoding="utf-8")

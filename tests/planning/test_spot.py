@@ -136,19 +136,21 @@ def test_a_plan_with_spot_prices_recommends_the_mix_of_nodes(tmp_path: Path) -> 
     prices = "prices: {accelerator_hour: 3, spot_accelerator_hour: 1, spot_interruptions: 0.05}"
     path.write_text(SPEC + f"  {prices}\n  spot: gcp\n  deadline_hours: 1000\n")
 
-    def told(*more: str) -> str:
+    def output_of(*more: str) -> str:
         run = CliRunner().invoke(app, ["plan", str(path), "--gpus", "16", *SMALL, *more], catch_exceptions=False)
         assert run.exit_code == 0, run.output
         return run.output
 
-    text, advice = told(), json.loads(told("--json"))["spot"]
+    text, advice = output_of(), json.loads(output_of("--json"))["spot"]
     assert "taken back with a notice" in text
     assert "Cheapest within cluster.deadline_hours (1000): 2 of 2 nodes on spot" in text
     assert (advice["best"]["spot"], advice["notice"], advice["limit"]) == (2, True, 3_600_000)
     assert [choice["spot"] for choice in advice["shown"]] == [0, 1, 2]
-    frequent = json.loads(told("--json", "--set", "cluster.prices.spot_interruptions=20"), parse_constant=pytest.fail)
+    frequent = json.loads(
+        output_of("--json", "--set", "cluster.prices.spot_interruptions=20"), parse_constant=pytest.fail
+    )
     assert [choice["seconds"] is None for choice in frequent["spot"]["shown"]] == [False, True, True]
     path.write_text(path.read_text().replace("deadline_hours: 1000", "deadline_hours: 0.000001"))
-    assert "No mix is done within cluster.deadline_hours" in told()
+    assert "No mix is done within cluster.deadline_hours" in output_of()
     path.write_text(SPEC)
-    assert "Spot" not in told() and json.loads(told("--json"))["spot"] is None
+    assert "Spot" not in output_of() and json.loads(output_of("--json"))["spot"] is None

@@ -35,7 +35,7 @@ from holdfast.store.payload import (
 
 T = TypeVar("T")
 
-AT_ONCE = 4  # concurrent reads of `read_many`
+MAX_READS = 4  # concurrent reads of `read_many`
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class MemoryStore:
     def read_many(self, reads: Iterable[Read]) -> None:
         """See `Store`. A few reads are drawn at a time; `_order` gives the order of their replies."""
         source = iter(reads)
-        while batch := list(itertools.islice(source, AT_ONCE)):
+        while batch := list(itertools.islice(source, MAX_READS)):
             failures: dict[int, Exception] = {}
             for number in self._order(len(batch)):
                 try:
@@ -269,7 +269,7 @@ class MemoryStore:
             data = self._there(operation, key).data
             end = len(data) if length is None else start + length
             if max(start, end) > len(data):
-                raise DataError(f"{key}: has {len(data)} bytes, and bytes {start} to {end} were asked for")
+                raise DataError(f"{key}: has {len(data)} bytes, and bytes {start} to {end} were requested")
             return self._read(key, start, data[start:end])
 
         return self._request(operation, key, effect)

@@ -152,7 +152,7 @@ class Executor:
         """The results in the order of the items. The first failure is raised at its place."""
         waiting, results = list(enumerate(items)), {}
         count = len(waiting)
-        if _world().at_once or count == 1:
+        if _world().uninterrupted or count == 1:
             yield from [work(item) for _, item in waiting]
             return
 

@@ -60,7 +60,7 @@ class Oracle:
         self._world, self._bucket = world, bucket
         self.needs: dict[str, frozenset[str]] = {}  # per root that counts, including those set aside: its objects
         self.commits: list[tuple[int, int]] = []  # (attempt, step), in order of appearance
-        self.forgiven: set[int] = set()  # steps with deliberately damaged checkpoints
+        self.excused: set[int] = set()  # steps with deliberately damaged checkpoints
         self._writer: dict[str, int] = {}  # the attempt of each root
         self._base: dict[int, int] = {}  # the start step of each attempt
         self._void: set[tuple[int, int]] = set()  # (attempt, step) of roots that do not count
@@ -81,10 +81,10 @@ class Oracle:
         roots = ((self._writer[layout.checkpoint(RUN, step)], step) for step in self.visible())
         return max(roots, default=(0, 0))
 
-    def require(self, holds: bool, said: Callable[[], str] | str) -> None:
+    def require(self, holds: bool, message: Callable[[], str] | str) -> None:
         """Raise ViolationError unless the condition is true."""
         if not holds:
-            raise ViolationError(said if isinstance(said, str) else said())
+            raise ViolationError(message if isinstance(message, str) else message())
 
     def damage(self, root: str, key: str, data: bytes) -> None:
         """Change an object without the store's knowledge."""
@@ -94,15 +94,15 @@ class Oracle:
         for root_key, needed_keys in self.needs.items():
             match = ROOT.match(root_key)
             if match and (root_key == key or key in needed_keys):
-                self._forgive(int(match[2]))
+                self._excuse(int(match[2]))
 
-    def _forgive(self, step: int) -> None:
-        self.forgiven.add(step)
+    def _excuse(self, step: int) -> None:
+        self.excused.add(step)
         self._lost.add((self._writer[layout.checkpoint(RUN, step)], step))
 
     def intact(self) -> list[int]:
         """The steps of all undamaged checkpoints that count."""
-        return [step for step in self.visible() if step not in self.forgiven]
+        return [step for step in self.visible() if step not in self.excused]
 
     def restored(self, attempt: int, step: int, before: tuple[int, int]) -> None:
         """An attempt resumes from `step`. At its claim, `before` was the newest checkpoint."""
@@ -147,7 +147,7 @@ class Oracle:
         if aside:
             former = layout.checkpoint(RUN, step)
             void = (self._writer.get(former), step) in self._void
-            self.require(step in self.forgiven or void, f"step {step} was set aside, and nothing was wrong with it")
+            self.require(step in self.excused or void, f"step {step} was set aside, and nothing was wrong with it")
             needed_keys = self.needs.get(former, frozenset())
             is_known = all("/packs/" in needed_key for needed_key in self.damaged & (needed_keys | {former}))
             self._unknown |= not is_known
@@ -163,7 +163,7 @@ class Oracle:
             self.needs.pop(key, None)
             return
         self._world.note(f"commit of step {step} by attempt {attempt}")
-        self.forgiven.discard(step)
+        self.excused.discard(step)
         self._require_fence(attempt, step)
         self.require(attachment(attempt, step) in self._bucket.objects, f"step {step} has not what belongs to it")
         self.needs[key] = self.complete(step)
@@ -189,7 +189,7 @@ class Oracle:
         """Read the whole checkpoint. Returns the keys that it needs in addition to the root."""
         store = Recording(self._bucket)
         try:
-            self._world.at_once = True
+            self._world.uninterrupted = True
             checkpoint, expected = open_checkpoint(store, RUN, step), whole(state(step))
             self.require(set(checkpoint.tensors) == set(state(step)), f"step {step} holds {sorted(checkpoint.tensors)}")
             read = blank(expected)
@@ -197,11 +197,11 @@ class Oracle:
             self.require(same(read, expected), f"step {step} has other bits")
         except Exception as error:
             if store.read & self.damaged:
-                self._forgive(step)
+                self._excuse(step)
                 return frozenset(store.read - {layout.checkpoint(RUN, step)})
             if isinstance(error, ViolationError):
                 raise
             raise ViolationError(f"step {step} is visible and cannot be read: {error}") from error
         finally:
-            self._world.at_once = False
+            self._world.uninterrupted = False
         return frozenset(store.read - {layout.checkpoint(RUN, step)})

@@ -231,7 +231,7 @@ class Run:
             world.wait(lambda gang=last: self._ended(gang))
             if last.finished or self.refused:
                 return
-        raise ViolationError("a gang that nobody disturbs does not finish")
+        raise ViolationError("an undisturbed gang does not finish")
 
     def _ended(self, gang: GangRun) -> bool:
         given_up = self.disturbed and any(process.frozen for process in gang.processes)

@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="replay one seed, with its trace")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=1000, help="how many seeds")
-    parser.add_argument("--seconds", type=float, help="go on for so long instead")
+    parser.add_argument("--seconds", type=float, help="continue for this long instead")
     parser.add_argument("--keep-going", action="store_true", help="do not stop at the first that fails")
     chosen = parser.parse_args()
     logging.getLogger("holdfast").setLevel(logging.CRITICAL)

@@ -7,7 +7,7 @@ import pytest
 from holdfast.store import Store
 from tests.protocol.bucket import Bucket, MemoryStore
 from tests.store import test_contract
-from tests.store.test_contract_at_once import test_of_many_threads_exactly_one_takes_a_key as one_takes_a_key
+from tests.store.test_contract_concurrent import test_of_many_threads_exactly_one_takes_a_key as one_takes_a_key
 
 OTHERS = {"test_the_url_opens_the_same_store_again"}  # a store in memory cannot be opened by its URL
 CONTRACT = {**vars(test_contract), one_takes_a_key.__name__: one_takes_a_key}

@@ -86,7 +86,7 @@ class World:
         self.random = random.Random(seed)
         self.now = START
         self.moves = 0
-        self.at_once = False  # set during checks that must not be interrupted: new threads are not actors
+        self.uninterrupted = False  # set during checks that must not be interrupted: new threads are not actors
         self.trace: list[str] | None = None  # a list to record the trace in
         self.failure: BaseException | None = None
         self._digest = hashlib.blake2b(digest_size=16)
@@ -220,7 +220,7 @@ class World:
                 best = actor
         if best is None or best.wake == math.inf:
             names = ", ".join(f"{actor.name}{' (frozen)' if actor.process.frozen else ''}" for actor in self._actors)
-            self.failure = StuckError(f"nobody can run any more: {names}")
+            self.failure = StuckError(f"no actor can run any more: {names}")
             return self._actors[0]
         self.now = max(self.now, best.wake)
         return best

@@ -34,7 +34,7 @@ class Disturbed:
         self.run = str(self.place.submit("--salt", salt, variables)["run_id"])
         self._attempt = self._allowed = 0  # the last attempt that trained; the step up to which it may compute
 
-    def goes_on(self) -> int:
+    def resume(self) -> int:
         """Wait until a new gang has saved, with the bits of the undisturbed run. Returns the step of its checkpoint."""
         self._allowed += STRETCH
         small.hold(self._folder, self._allowed)
@@ -72,7 +72,7 @@ class Disturbed:
 
 def test_a_killed_rank_a_killed_launcher_and_a_lost_node_cost_launches_and_no_bit(ray: RayCluster, calm: Calm) -> None:
     run = Disturbed(ray, calm, "kills")
-    run.goes_on()
+    run.resume()
     # The ranks listen only on the addresses of their nodes. Ray's own processes are left out: a client of those can run
     # code, as Ray itself documents (docs/security.md).
     addresses, sockets = listening(run.ranks), unix_listeners(run.ranks)
@@ -82,12 +82,12 @@ def test_a_killed_rank_a_killed_launcher_and_a_lost_node_cost_launches_and_no_bi
     run.ranks[0].kill()
     until(lambda: run.launches, 300)
     assert run.launches == [ExitCode.KILLED]
-    run.goes_on()
+    run.resume()
     ranks, (launcher,) = run.ranks, ray.launchers(run.run)
     launcher.kill()
     assert not psutil.wait_procs(ranks, 120)[1], "what a launcher started dies with it"
-    run.goes_on()
-    assert run.launches == [ExitCode.KILLED], "nobody saw the end of the second one"
+    run.resume()
+    assert run.launches == [ExitCode.KILLED], "no launcher saw the end of the second one"
     node_lost = next(node for node in ray.nodes if node.ranks)
     ray.nodes.remove(node_lost)
     node_lost.kill_raylet()
@@ -101,13 +101,13 @@ def test_a_killed_rank_a_killed_launcher_and_a_lost_node_cost_launches_and_no_bi
 
 def test_a_cancelled_run_and_one_with_a_killed_driver_resume(ray: RayCluster, calm: Calm) -> None:
     run = Disturbed(ray, calm, "resumed")
-    before = run.goes_on()
+    before = run.resume()
     run.place.holdfast("stop", run.run)
     assert run.place.wait(run.run)["state"] == "CANCELED"
     assert before <= run.place.newest(run.run) < STEPS
     assert run.launches == [ExitCode.PREEMPTED]
     run.place.holdfast("resume", run.run)
-    run.goes_on()
+    run.resume()
     ranks, (driver,) = run.ranks, ray.drivers(run.run)
     driver.kill()
     assert not psutil.wait_procs(ranks, 120)[1], "what a driver started dies with it"

@@ -89,7 +89,7 @@ def test_a_gang_and_a_step_too_large_for_any_node_are_reported_and_time_out(home
         )
         assert message in status["message"]
         lines = [line for line in place.logs(submission["run_id"]).splitlines() if "waiting: " in line]
-        assert any(message in line for line in lines), "it is said before it is given up"
+        assert any(message in line for line in lines), "it is reported before it is given up"
         assert place.step(submission["run_id"], "notify")["state"] == "SUCCEEDED"
     assert place.endings(gang["run_id"]) == [ExitCode.UNSCHEDULABLE]
 

@@ -99,14 +99,14 @@ def test_a_process_without_the_repository_loads_the_packed_code(
         sys.path += {[path for path in sys.path if path.endswith("site-packages")]!r}  # the libraries, and no .pth
         try:
             import holdfast
-            raise SystemExit(f"it is there: {{holdfast.__file__}}")
+            raise SystemExit(f"it is installed: {{holdfast.__file__}}")
         except ModuleNotFoundError:
             pass
         import json, mlflow
         model = mlflow.pyfunc.load_model({str(folder)!r})
-        said = model.predict({{"prompt": {PROMPTS!r}}}, params={PARAMETERS!r})
+        answer = model.predict({{"prompt": {PROMPTS!r}}}, params={PARAMETERS!r})
         import holdfast
-        print(json.dumps([holdfast.__file__, said]))
+        print(json.dumps([holdfast.__file__, answer]))
     """
     process = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False

@@ -27,7 +27,7 @@ def three_versions(home: Path, store: Store) -> None:
         assert register_version(store, MODEL, str(number), f"runs/{number}/export/x/", f"state-{number}") == number
 
 
-def crowned(store: Store, version: int) -> list[int | None]:
+def replaced_champions(store: Store, version: int) -> list[int | None]:
     """The champions that the version replaced, in order."""
     champions: list[int | None] = []
     promote_in_order((store,), MODEL, version, tracking_uri(), lambda now: champions.append(number_of(now)))
@@ -44,30 +44,30 @@ def die_after_the_claim(store: Store, version: int, monkeypatch: pytest.MonkeyPa
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr(registration, "promote", dying)
-        crowned(store, version)
+        replaced_champions(store, version)
 
 
 def test_a_claim_whose_process_died_is_carried_out_before_the_next_is_judged(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert crowned(store, 1) == [None]
+    assert replaced_champions(store, 1) == [None]
     die_after_the_claim(store, 2, monkeypatch)
     assert number_of(champion(MODEL, store)) == 1
-    assert crowned(store, 3) == [2]
+    assert replaced_champions(store, 3) == [2]
     current = champion(MODEL, store)
     assert current is not None
     assert (current.version, current.tags["holdfast.replaced_champion"]) == (3, "2")
 
 
 def test_killed_at_any_operation_and_repeated_it_is_the_champion(store: Store) -> None:
-    crowned(store, 1)
+    replaced_champions(store, 1)
     whole = BreakingStore(store, kill=False)
-    crowned(whole, 2)
+    replaced_champions(whole, 2)
     for at in range(whole.operations):
-        crowned(store, 1)
+        replaced_champions(store, 1)
         with pytest.raises(Killed):
-            crowned(BreakingStore(store, at, kill=True), 2)
-        crowned(store, 2)
+            replaced_champions(BreakingStore(store, at, kill=True), 2)
+        replaced_champions(store, 2)
         assert number_of(champion(MODEL, store)) == 2
 
 
@@ -79,8 +79,8 @@ def test_a_promotion_killed_at_any_mlflow_write_leaves_a_champion(
     """The former champion is recorded before the alias moves. Otherwise, a crash between the two would leave no
     rollback.
     """
-    crowned(store, 1)
-    act = partial(promote, MODEL, 2, store) if made_by == "promote" else partial(crowned, store, 2)
+    replaced_champions(store, 1)
+    act = partial(promote, MODEL, 2, store) if made_by == "promote" else partial(replaced_champions, store, 2)
     writes = ("set_registered_model_alias", "set_model_version_tag", "delete_registered_model_alias",
               "delete_model_version_tag")  # fmt: skip
     for fatal in range(10):
@@ -115,34 +115,34 @@ def test_a_promotion_killed_at_any_mlflow_write_leaves_a_champion(
 
 
 def test_a_claim_that_was_carried_out_does_not_undo_what_a_person_chose_since(store: Store) -> None:
-    crowned(store, 1)
-    crowned(store, 2)
+    replaced_champions(store, 1)
+    replaced_champions(store, 2)
     promote(MODEL, 1, store)
-    assert crowned(store, 3) == [1]
+    assert replaced_champions(store, 3) == [1]
 
 
 def test_a_claim_of_a_deleted_version_does_not_block_a_promotion(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    crowned(store, 1)
+    replaced_champions(store, 1)
     die_after_the_claim(store, 2, monkeypatch)
     connect().delete_model_version(MODEL, "2")
-    assert crowned(store, 3) == [1]
+    assert replaced_champions(store, 3) == [1]
     assert number_of(champion(MODEL, store)) == 3
     assert "is not made champion any more" in caplog.text
 
 
 def test_a_slow_promotion_keeps_the_newer_champion(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    crowned(store, 1)
+    replaced_champions(store, 1)
     original = registration.promote
 
     def slow(model: str, version: int, where: Store, uri: str) -> Champion:
         if version == 2 and not others:
             others.append(3)
-            assert crowned(store, 3) == [2]  # it completes the claim of 2 before its own
+            assert replaced_champions(store, 3) == [2]  # it completes the claim of 2 before its own
         return original(model, version, where, uri)
 
     others: list[int] = []
     monkeypatch.setattr(registration, "promote", slow)
-    assert crowned(store, 2) == [1]
+    assert replaced_champions(store, 2) == [1]
     assert number_of(champion(MODEL, store)) == 3

@@ -449,7 +449,7 @@ def test_through_a_server_it_is_the_same(
     store: Store, finish: Finish, server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     finish()
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.replace("http://", "http://somebody:hunter2@"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", server.replace("http://", "http://person:hunter2@"))
     assert champion("story", store) is None
     registration = run(made.spec(), made.RUN_ID, store)
     assert registration == run(made.spec(), made.RUN_ID, store)

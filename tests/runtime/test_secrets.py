@@ -40,7 +40,7 @@ PEM = f"-----BEGIN RSA PRIVATE KEY-----\nMIIE{SECRET}\nabcd==\n-----END RSA PRIV
         (f"machine h login a password {SECRET}", "machine h login a password (hidden)"),
         (f"ann:{SECRET}@host:/x", "(hidden)@host:/x"),
         (f"{PEM}next", "-----BEGIN RSA PRIVATE KEY-----(hidden)\nnext"),
-        (f"https://hooks.slack.com/services/T0/B0/{SECRET} said no", "https://hooks.slack.com/(hidden) said no"),
+        (f"https://hooks.slack.com/services/T0/B0/{SECRET} refused", "https://hooks.slack.com/(hidden) refused"),
         (f"wandb: key {'0a' * 20}", "wandb: key (hidden)"),
     ],
 )
@@ -116,8 +116,8 @@ def test_everything_else_stays(text: str) -> None:
 
 
 def test_json_stays_json() -> None:
-    value = {"uri": 's3://me:"pw"@b/x', "said": 'token=abc"def'}
-    assert json.loads(redact(json.dumps(value)))["said"] == 'token=(hidden)"def'
+    value = {"uri": 's3://me:"pw"@b/x', "text": 'token=abc"def'}
+    assert json.loads(redact(json.dumps(value)))["text"] == 'token=(hidden)"def'
     random_ = random.Random(7)
     pieces = [*(form.format(SECRET) for form in FORMS if form.count("{}") == 1), *ORDINARY, PEM, "\\", '"', "\n", "'"]
     for _ in range(500):

@@ -22,10 +22,10 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     return tmp_path
 
 
-def _hold(told: Connection) -> None:
+def _hold(connection: Connection) -> None:
     with temporary_folder("test") as folder:
         Path(folder, "sub").mkdir()
-        told.send(folder)
+        connection.send(folder)
         signal.pause()
 
 

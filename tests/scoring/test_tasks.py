@@ -121,7 +121,7 @@ def test_the_digest_of_a_task_follows_its_content(tmp_path: Path) -> None:
             {"dataset_kwargs": {"data_files": "continue.jsonl", "trust_remote_code": True}},
             "data_files, and nothing else",
         ),
-        ({"metric_list": [{"metric": "somebody/theirs"}]}, "is none of the library's own"),
+        ({"metric_list": [{"metric": "another/theirs"}]}, "is none of the library's own"),
         ({"metric_list": [{"metric": "acc", "hf_evaluate": True}]}, "is none of the library's own"),
         ({"dataset_kwargs": {"data_files": None}}, "data_files, and nothing else"),
         ({"task": None}, "has no `task`"),

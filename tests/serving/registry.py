@@ -57,12 +57,12 @@ def refusal(kind: str, body: Entry, creating: bool) -> str:
 
 
 class Registry:
-    """`with Registry() as registry` serves on 127.0.0.1. Its content is in `entries`, and its requests in `asked`."""
+    """`with Registry() as registry` serves on 127.0.0.1. Its content is in `entries`, its requests in `requests`."""
 
     def __init__(self, token: str = "") -> None:
         self.token = token
         self.entries: dict[str, dict[str, Entry]] = {kind: {} for kind in KINDS}
-        self.asked: list[tuple[str, str]] = []
+        self.requests: list[tuple[str, str]] = []
         self.failing: list[int] = []  # statuses of the next requests, instead of replies
         self.lost: list[str] = []  # methods whose next request is applied without a reply
         self._lock = threading.Lock()
@@ -106,7 +106,7 @@ class Registry:
         """The status and the body."""
         split = urlsplit(path)
         with self._lock:
-            self.asked.append((method, split.path.removeprefix(ROOT)))
+            self.requests.append((method, split.path.removeprefix(ROOT)))
             if self.failing:
                 return self.failing.pop(0), {"code": "", "message": "not now"}
             if self.token and authorization != f"Bearer {self.token}":

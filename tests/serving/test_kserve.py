@@ -82,7 +82,7 @@ class Server:
 
     def __init__(self) -> None:
         self.status = 200
-        self.asked: list[tuple[str, str, str, Any]] = []
+        self.requests: list[tuple[str, str, str, Any]] = []
 
     def api(self) -> Api:
         def configure() -> Configuration:
@@ -100,7 +100,7 @@ def server() -> Iterator[Server]:
     class Handler(BaseHTTPRequestHandler):
         def do_PATCH(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            fake.asked.append((self.command, self.path, self.headers["Content-Type"], body))
+            fake.requests.append((self.command, self.path, self.headers["Content-Type"], body))
             data = json.dumps({"kind": "Status", "message": "no", "code": fake.status}).encode()
             self.send_response(fake.status)
             self.send_header("Content-Length", str(len(data)))
@@ -122,7 +122,7 @@ def test_the_inference_service_is_written_by_server_side_apply(server: Server) -
     service = inference_service(spec(), SOURCE, {})
     apply(service, server.api())
     path = "/apis/serving.kserve.io/v1beta1/namespaces/models/inferenceservices/story?fieldManager=holdfast&force=true"
-    assert server.asked == [("PATCH", path, "application/apply-patch+yaml", service)]
+    assert server.requests == [("PATCH", path, "application/apply-patch+yaml", service)]
 
 
 def test_a_missing_kserve_or_permission_is_reported_with_a_remedy(server: Server) -> None:

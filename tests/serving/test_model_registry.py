@@ -13,7 +13,7 @@ from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError
 from tests.serving.registry import Registry, refusal
 
 SOURCE = "s3://bucket/prefix/runs/r/export/step-000000008/"
-SAID = {"run_id": "fedcba9876543210", "loss": 1.25}
+PROPERTIES = {"run_id": "fedcba9876543210", "loss": 1.25}
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[Registry]:
 
 
 def enter(registry: Registry, version: str = "3") -> str:
-    return ModelRegistry(registry.url, "me").enter("story", version, SOURCE, "huggingface", SAID)
+    return ModelRegistry(registry.url, "me").enter("story", version, SOURCE, "huggingface", PROPERTIES)
 
 
 def test_a_version_has_its_model_its_artifact_and_its_lineage(registry: Registry) -> None:

@@ -119,7 +119,7 @@ def test_jobs_with_slack_wait_for_the_cheap_hours() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"submit,gpus,seconds\n0,8,100\n0,8,inf\n", r"line 3: .* inf s"),
         (b"submit,gpus,seconds\n0,8,nan\n", "line 2"),
@@ -135,8 +135,10 @@ def test_jobs_with_slack_wait_for_the_cheap_hours() -> None:
         (b"[1, null, {}, []]", "none of its 4 lines"),
     ],
 )
-def test_a_trace_that_no_cluster_could_have_is_refused_with_its_line(tmp_path: Path, content: bytes, said: str) -> None:
+def test_a_trace_that_no_cluster_could_have_is_refused_with_its_line(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     """Infinite seconds made a simulation endless."""
     (tmp_path / "t.csv").write_bytes(content)
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         load_trace(tmp_path / "t.csv")

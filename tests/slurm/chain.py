@@ -20,7 +20,7 @@ class Place(Submitter):
     def __init__(
         self, slurm: SlurmCluster, folder: Path, *overrides: str, held: int | None = None, **sections: dict[str, Any]
     ) -> None:
-        """`held`: training waits at this step until `go_on`."""
+        """`held`: training waits at this step until `release`."""
         self.slurm = slurm
         environment = {name: slurm.environment[name] for name in ("SLURM_CONF", "PATH")}
         environment |= {} if held is None else small.held(folder, held)
@@ -30,7 +30,7 @@ class Place(Submitter):
         """Let a held training compute up to this step."""
         small.hold(self.folder, steps)
 
-    def go_on(self) -> None:
+    def release(self) -> None:
         """Let a held training compute to its end."""
         small.hold(self.folder, sys.maxsize)
 

@@ -108,7 +108,7 @@ def test_a_cancelled_step_a_time_limit_and_node_losses_change_no_bit(
 
     disturb(place, run, 60, lambda _: down("n2"))
     disturb(place, run, 80, lambda _: down("n1"))  # n1 runs the batch job
-    place.go_on()
+    place.release()
     status = place.wait(run)
     assert status["state"] == "SUCCEEDED", f"{status}\n{place.logs()}"
     assert place.digest(run, STEPS) == calm[STEPS]

@@ -67,7 +67,7 @@ def test_a_sweep_that_is_requeued_in_part_and_cancelled_and_resumed_ends_in_the_
     status = place.wait(identity)
     assert status["state"] == "CANCELED", f"{status}\n{place.logs()}"
     assert not list(tmp_path.glob("home/store/sweeps/*/comparison.json"))
-    place.go_on()
+    place.release()
     place.holdfast("resume", "small-sweep")
     status = place.wait("small-sweep")
     assert status["state"] == "SUCCEEDED", f"{status}\n{place.logs()}"

@@ -117,7 +117,7 @@ def test_an_artifact_output_has_the_scheme_and_the_full_address(tmp_path: Path, 
 @pytest.mark.parametrize(
     ("body", "spec", "code", "reason"),
     [
-        ("raise DataError('a.txt: is broken; mend it')", SPEC, 11, "a.txt: is broken; mend it"),
+        ("raise DataError('a.txt: is broken; fix it')", SPEC, 11, "a.txt: is broken; fix it"),
         ("return 1 / 0", SPEC, 1, "ZeroDivisionError: division by zero"),
         ("return done(1)", "{name: some}", 10, "spec: 1 problem"),
     ],
@@ -198,10 +198,10 @@ def on_a_cluster(tmp_path: Path, body: str, job: str = JOB) -> int:
 
 
 def test_on_a_cluster_the_outcome_of_a_step_is_in_the_store(tmp_path: Path) -> None:
-    assert on_a_cluster(tmp_path, "raise DataError('a.txt: is broken; mend it')") == 11
+    assert on_a_cluster(tmp_path, "raise DataError('a.txt: is broken; fix it')") == 11
     (outcome,) = outcomes_of(JOB, SPEC, store=f"file://{tmp_path}")
     assert (outcome.step, outcome.exit_code, outcome.pod) == ("train", 11, "quickstart-x-train-7")
-    assert outcome.reason == "a.txt: is broken; mend it"
+    assert outcome.reason == "a.txt: is broken; fix it"
     assert on_a_cluster(tmp_path, "return done('abc')") == 0  # the next try
     (outcome,) = outcomes_of(JOB, SPEC, store=f"file://{tmp_path}")
     assert (outcome.exit_code, outcome.reason, outcome.result) == (0, "", "abc")
@@ -330,7 +330,7 @@ def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_word
 
 
 @pytest.mark.parametrize(
-    ("body", "code", "said"),
+    ("body", "code", "message"),
     [
         ("raise DataError('a.txt: is broken')", 0, "returned ('', '', '')\n"),
         ("os.kill(os.getpid(), signal.SIGTERM)", 143, ""),  # the whole execution is ended
@@ -338,10 +338,10 @@ def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_word
     ids=["alone", "with all others"],
 )
 def test_a_trial_that_fails_alone_leaves_its_cause_and_ends_nothing(
-    tmp_path: Path, body: str, code: int, said: str
+    tmp_path: Path, body: str, code: int, message: str
 ) -> None:
     ended_with, output = ended(component(tmp_path, body, trial="2"))
-    assert (ended_with, said in output) == (code, True)
+    assert (ended_with, message in output) == (code, True)
     (outcome,) = read_outcomes(tmp_path)
     assert (tmp_path / "train-2.json").exists()
     assert (outcome.name, outcome.part, outcome.exit_code) == ("train-2", "2", code or 11)

@@ -171,8 +171,8 @@ def test_without_credentials_the_remedy_is_given_and_nothing_is_sent(
         monkeypatch.delenv(name)
     with pytest.raises(AccessDeniedError, match="AWS_ACCESS_KEY_ID"):
         open_store(s3_url).get("k")
-    monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(AccessDeniedError, match="nobody"):
+    monkeypatch.setenv("AWS_PROFILE", "missing")
+    with pytest.raises(AccessDeniedError, match="missing"):
         open_store(s3_url).get("k")
     assert proxy.requests == []
 

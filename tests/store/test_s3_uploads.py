@@ -127,7 +127,7 @@ def test_uploads_of_writers_that_died_are_ended_and_younger_ones_are_not(
 ) -> None:
     client = boto3.client("s3", region_name="us-east-1")
     bucket, _, prefix = s3_url.removeprefix("s3://").partition("/")
-    others = ["somebody/else", f"{prefix}/runs/b/packs/alive.pack", f"{prefix}/runs/ab/packs/alive.pack"]
+    others = ["another/object", f"{prefix}/runs/b/packs/alive.pack", f"{prefix}/runs/ab/packs/alive.pack"]
     for key in (*others, f"{prefix}/runs/a/packs/dead.pack"):
         client.create_multipart_upload(Bucket=bucket, Key=key)
     century = 100 * 365 * 86400.0  # this server dates every upload to 2010

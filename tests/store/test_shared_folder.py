@@ -65,7 +65,7 @@ def test_members_of_a_group_share_a_folder_and_a_stranger_is_kept_out_by_the_uma
         store.put("runs/run/weights.pack", b"weights")
         store.put_if_absent("runs/run/root.json", b"{}")
 
-    def go_on() -> None:
+    def continue_writing() -> None:
         store = FileStore(root, deadline=5)
         for number in range(40):
             version = store.get_versioned(f"a/{number}.json")[1]
@@ -74,8 +74,8 @@ def test_members_of_a_group_share_a_folder_and_a_stranger_is_kept_out_by_the_uma
         store.delete("runs/run/root.json")
 
     assert as_user(FIRST, GROUP, 0o007, begin) == ""
-    assert as_user(SECOND, GROUP, 0o007, go_on) == ""
-    assert as_user(FIRST, GROUP, 0o007, go_on) == ""
+    assert as_user(SECOND, GROUP, 0o007, continue_writing) == ""
+    assert as_user(FIRST, GROUP, 0o007, continue_writing) == ""
     for path in [root, *root.rglob("*")]:
         status = path.stat()
         assert status.st_gid == GROUP
@@ -90,12 +90,12 @@ def test_a_lock_created_by_another_user_under_a_strict_umask_is_usable(shared: P
         for folder in (shared / ".holdfast", *(shared / ".holdfast").iterdir()):
             folder.chmod(0o2775)
 
-    def go_on() -> None:
+    def continue_writing() -> None:
         store = FileStore(shared, deadline=5)
         store.compare_and_swap("a.json", b"second", store.get_versioned("a.json")[1])
 
     assert as_user(FIRST, GROUP, 0o022, begin) == ""
-    assert as_user(SECOND, GROUP, 0o022, go_on) == ""
+    assert as_user(SECOND, GROUP, 0o022, continue_writing) == ""
 
 
 def test_the_home_is_made_for_its_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ def of(events: list[Event], *overrides: str) -> Cost:
 def metered() -> list[Event]:
     """Two ranks on an H100 each at 500 W; rank 1 is killed at second 28 and has reported up to 27."""
 
-    def told(event: Event) -> Event:
+    def stamped(event: Event) -> Event:
         update: dict[str, object] = {}
         if isinstance(event, AttemptBegan):
             update = {"accelerator": "NVIDIA H100 80GB HBM3"}
@@ -34,7 +34,7 @@ def metered() -> list[Event]:
             update = {"joules": 500 * sum(event.seconds.values()), "utilisation": 0.25 + event.rank / 2}
         return event.model_copy(update=update)
 
-    return [told(event) for event in killed_once()]
+    return [stamped(event) for event in killed_once()]
 
 
 def test_the_cost_is_the_hours_of_the_ledger_at_the_price_of_the_spec() -> None:

@@ -23,29 +23,29 @@ def lines() -> Iterator[tuple[str, dict[str, object]]]:
     clock = 1000.0
     numbers: dict[str, int] = {}
 
-    def told(writer: str, kind: str, **more: object) -> tuple[str, dict[str, object]]:
+    def record(writer: str, kind: str, **more: object) -> tuple[str, dict[str, object]]:
         numbers[writer] = numbers.get(writer, 0) + 1
         return writer, {"v": 1, "writer": writer, "number": numbers[writer], "kind": kind, "time": clock, **more}
 
-    yield told("launcher", "step_began", name="train")
+    yield record("launcher", "step_began", name="train")
     step = 0
     for attempt in (1, 2):
-        yield told("launcher", "launch_began", job="j", nodes=1, processes=RANKS, launch=attempt)
+        yield record("launcher", "launch_began", job="j", nodes=1, processes=RANKS, launch=attempt)
         clock += 3
         for rank in range(RANKS):
-            yield told(f"{attempt}-{rank}", "attempt_began", world=RANKS, step=step, attempt=attempt, host="h", pid=1)
+            yield record(f"{attempt}-{rank}", "attempt_began", world=RANKS, step=step, attempt=attempt, host="h", pid=1)
         for _ in range(STEPS):
             clock, step = clock + 1.0, step + 1
             for rank in range(RANKS):
                 spent = {"forward": 0.7, "data": 0.2, "check": 0.1}
-                yield told(
+                yield record(
                     f"{attempt}-{rank}", "time_spent", rank=rank, step=step, seconds=spent, attempt=attempt,
                     joules=5.0 if rank else None, utilisation=0.5 if step % 2 else 1.0, peak_memory=step,
                 )  # fmt: skip
             if step % 10 == 0:
-                yield told(f"{attempt}-0", "save_committed", step=step, seconds=0.1, bytes=1, attempt=attempt)
+                yield record(f"{attempt}-0", "save_committed", step=step, seconds=0.1, bytes=1, attempt=attempt)
             if step == 7:
-                yield told(
+                yield record(
                     f"{attempt}-0",
                     "straggler_detected",
                     rank=1,
@@ -55,7 +55,7 @@ def lines() -> Iterator[tuple[str, dict[str, object]]]:
                     seconds=1,
                     step=7,
                 )
-        yield told("launcher", "launch_ended", code=0 if attempt == 2 else 137, reason="", launch=attempt,
+        yield record("launcher", "launch_ended", code=0 if attempt == 2 else 137, reason="", launch=attempt,
                    restart_in=None if attempt == 2 else 1.0)  # fmt: skip
 
 

@@ -62,7 +62,7 @@ def at(step: int) -> Progress:
     return Progress(step=step, steps=100, loss=2.5, grad_norm=0.5, tokens_per_second=1e4, seconds_left=61)
 
 
-def told(found: list[Event]) -> list[str]:
+def texts_of(found: list[Event]) -> list[str]:
     return [event.text for event in found]
 
 
@@ -80,7 +80,7 @@ def test_emitted_events_are_read_in_order_from_the_store_and_the_pipe(store: Sto
         ("progress", "rank 0", 1, 2),
         ("save_committed", "rank 0", 1, 2),
     ]
-    assert told(events) == [
+    assert texts_of(events) == [
         "attempt 2: resuming from step 50 of 100 on cpu x 2",
         "step 60/100 (60 %)  loss 2.5000  grad_norm 0.500  10,000 tokens/s  00:01:01 left",
         "step 70/100 (70 %)  loss 2.5000  grad_norm 0.500  10,000 tokens/s  00:01:01 left",
@@ -120,7 +120,7 @@ def test_an_event_read_twice_is_one(store: Store, pipe: Path) -> None:
     (info,) = store.list(layout.run(RUN, "events/"))
     store.put(layout.events(RUN, "copy", 0), store.get(info.key) * 2)
     pipe.write_bytes(pipe.read_bytes() * 2)
-    assert told(read_events(store, RUN)) == told(PipeEvents(pipe).new()) == [at(1).text, at(2).text]
+    assert texts_of(read_events(store, RUN)) == texts_of(PipeEvents(pipe).new()) == [at(1).text, at(2).text]
 
 
 def test_events_of_later_versions_and_invalid_lines_are_skipped(store: Store) -> None:
@@ -178,7 +178,7 @@ def test_emitting_an_event_never_raises(tmp_path: Path, monkeypatch: pytest.Monk
 def test_several_followers_read_the_same_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(channel.PIPE, f"{tmp_path / 'one'}:{tmp_path / 'nowhere' / 'x'}:{tmp_path / 'two'}")
     emit(at(1))
-    assert told(PipeEvents(tmp_path / "one").new()) == told(PipeEvents(tmp_path / "two").new()) == [at(1).text]
+    assert texts_of(PipeEvents(tmp_path / "one").new()) == texts_of(PipeEvents(tmp_path / "two").new()) == [at(1).text]
 
 
 def test_a_fifo_passes_events_to_its_reader_and_never_blocks_the_writer(
@@ -215,7 +215,7 @@ def test_a_phase_emits_its_first_last_and_some_intermediate_progress(pipe: Path)
             for count in range(101):
                 now[0] += 0.01
                 progress(phase, count, 100)
-    assert told(PipeEvents(pipe).new()) == [
+    assert texts_of(PipeEvents(pipe).new()) == [
         f"{phase} {percent} %" for phase in ("tokenise", "pack") for percent in (0, 50, 100)
     ]
 
@@ -224,13 +224,13 @@ class Away:
     """A store that is away while `away` is set, and counts its requests."""
 
     def __init__(self, store: Store) -> None:
-        self._store, self.away, self.asked = store, True, threading.Semaphore(0)
+        self._store, self.away, self.attempted = store, True, threading.Semaphore(0)
         self.answered = threading.Semaphore(0)
 
     def put(self, key: str, data: bytes) -> None:
-        self.asked.release()
+        self.attempted.release()
         if self.away:
-            raise StoreUnreachableError(f"put {key}: nobody there")
+            raise StoreUnreachableError(f"put {key}: no server")
         self._store.put(key, data)
         self.answered.release()
 
@@ -246,12 +246,12 @@ def test_an_unreachable_store_loses_no_events_and_does_not_block(
     writer = event_log.EventWriter(away, RUN, flush_seconds=0.01)  # type: ignore[arg-type]
     emit(WarningIssued(message="first"))
     for _ in range(3):
-        assert away.asked.acquire(timeout=120)
+        assert away.attempted.acquire(timeout=120)
     emit(WarningIssued(message="second"))
     assert read_events(store, RUN) == []
     away.away = False
     writer.close()
-    assert told(read_events(store, RUN)) == ["first", "second"]
+    assert texts_of(read_events(store, RUN)) == ["first", "second"]
     assert len([record for record in caplog.records if "wait in memory" in record.message]) == 1
 
 
@@ -264,9 +264,9 @@ def test_events_over_the_memory_limit_drop_the_oldest_progress_and_report_it(
     emit(WarningIssued(message="a person wants to know"))
     for step in range(200):
         emit(at(step))
-    assert away.asked.acquire(timeout=120)
+    assert away.attempted.acquire(timeout=120)
     away.away = False
-    while not any("were lost" in text for text in told(read_events(store, RUN))):
+    while not any("were lost" in text for text in texts_of(read_events(store, RUN))):
         assert away.answered.acquire(timeout=120)
     writer.close()
     events = read_events(store, RUN)
@@ -324,7 +324,7 @@ def test_segments_are_closed_when_they_are_large_and_a_follower_sees_all_of_them
             emit(WarningIssued(message=str(step)))  # which is written to the store immediately
             events += follower.new()
     events += follower.new()
-    assert told(events) == [text for step in range(40) for text in (at(step).text, str(step))]
+    assert texts_of(events) == [text for step in range(40) for text in (at(step).text, str(step))]
     assert len(list(store.list(layout.run(RUN, "events/")))) > 5
 
 
@@ -349,7 +349,7 @@ def test_events_read_before_a_store_outage_are_returned_after_it(store: Store) -
     with pytest.raises(StoreUnreachableError):
         follower.new()
     failing.fails = False
-    assert told(follower.new()) == [at(1).text, at(2).text]
+    assert texts_of(follower.new()) == [at(1).text, at(2).text]
 
 
 WRITER = """
@@ -365,7 +365,7 @@ with recording(open_store(sys.argv[1]), sys.argv[2], "rank 0", attempt=int(sys.a
     emit(SaveCommitted(step=1, seconds=1))
     sys.stdin.readline()
     emit(Progress(step=2, steps=9, tokens_per_second=1, seconds_left=1))
-    print("told", flush=True)
+    print("emitted", flush=True)
     time.sleep(1000)
 """
 
@@ -379,7 +379,7 @@ def killed_writer(store: Store, attempt: int, until: Callable[[], object]) -> No
             assert process.poll() is None
         process.stdin.write("\n")
         process.stdin.flush()
-        assert process.stdout.readline() == "told\n"
+        assert process.stdout.readline() == "emitted\n"
         process.send_signal(signal.SIGKILL)
 
 
@@ -404,7 +404,7 @@ def test_half_a_line_of_the_pipe_waits_for_its_end(pipe: Path) -> None:
     pipe.write_bytes(line[:30])
     assert reader.new() == []
     pipe.write_bytes(line)
-    assert told(reader.new()) == [at(1).text]
+    assert texts_of(reader.new()) == [at(1).text]
     assert reader.new() == []
 
 
@@ -436,13 +436,13 @@ def test_a_step_records_how_it_ended(store: Store) -> None:
     with recorded_step(store, RUN, "evaluate") as conclude:
         conclude("blessed")
     with pytest.raises(StoreUnreachableError), recorded_step(store, RUN, "register"):
-        raise StoreUnreachableError("nobody there")
+        raise StoreUnreachableError("no server")
     begin, well, second_begin, badly = read_events(store, RUN)
     assert isinstance(begin, StepBegan) and isinstance(second_begin, StepBegan)
     assert isinstance(well, StepEnded) and isinstance(badly, StepEnded)
     assert (well.name, well.code, well.result) == ("evaluate", 0, "blessed")
-    assert (badly.code, badly.reason) == (ExitCode.STORE_UNREACHABLE, "nobody there")
-    assert badly.text.endswith("(store unreachable): nobody there")
+    assert (badly.code, badly.reason) == (ExitCode.STORE_UNREACHABLE, "no server")
+    assert badly.text.endswith("(store unreachable): no server")
     with recorded_step(store, "", "preprocess"):
         pass
     assert {info.key.split("/")[1] for info in store.list("")} == {RUN}

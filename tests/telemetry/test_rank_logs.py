@@ -183,7 +183,7 @@ def test_an_attempt_or_a_launch_or_the_newest_process_is_shown(several: Callable
 
 
 @pytest.mark.parametrize(
-    ("rank", "which", "said"),
+    ("rank", "which", "message"),
     [
         (1, {"attempt": 9}, "in attempt 9 is kept; there is launch 1 attempt 1, launch 2 attempt 2, launch 3"),
         (1, {"launch": 9}, "in launch 9 is kept"),
@@ -191,9 +191,9 @@ def test_an_attempt_or_a_launch_or_the_newest_process_is_shown(several: Callable
     ],
 )
 def test_a_missing_log_is_reported_with_the_existing_ones(
-    several: Callable[..., list[str]], rank: int, which: dict[str, int], said: str
+    several: Callable[..., list[str]], rank: int, which: dict[str, int], message: str
 ) -> None:
-    with pytest.raises(MissingError, match=said):
+    with pytest.raises(MissingError, match=message):
         several(rank, **which)
 
 

@@ -26,7 +26,7 @@ OTEL = ("OTEL_SDK_DISABLED", "OTEL_TRACES_EXPORTER", *COLLECTORS, *PROTOCOLS, *T
 
 
 @pytest.fixture(autouse=True)
-def _nothing_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_endpoint_set(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in OTEL:
         monkeypatch.delenv(name, raising=False)
 

@@ -55,7 +55,7 @@ def answering(status: int, body: bytes) -> Iterator[str]:
         server.shutdown()
 
 
-@pytest.mark.parametrize("root", ["s3://nobody/x", "wasbs://c@a.blob.core.windows.net/x", "file:///proc/nothing"])
+@pytest.mark.parametrize("root", ["s3://missing/x", "wasbs://c@a.blob.core.windows.net/x", "file:///proc/nothing"])
 def test_metrics_are_copied_though_artifacts_cannot_be_written(
     root: str, home: Path, store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -77,7 +77,7 @@ def test_metrics_are_copied_though_artifacts_cannot_be_written(
 @pytest.mark.parametrize(
     ("root", "code"),
     [
-        ("s3://nobody/x", ExitCode.ACCESS_DENIED),
+        ("s3://missing/x", ExitCode.ACCESS_DENIED),
         ("wasbs://c@a.blob.core.windows.net/x", ExitCode.BAD_SPEC),
         ("nowhere://x/y", ExitCode.STORE_UNREACHABLE),
     ],
@@ -98,7 +98,7 @@ def test_a_client_that_waits_for_credentials_is_left_after_a_bound(
         for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT"):
             monkeypatch.setenv(name, host)
         monkeypatch.setattr(artifacts, "SECONDS", 0.5)
-        connect().create_experiment("story", artifact_location="gs://nobody/x")
+        connect().create_experiment("story", artifact_location="gs://missing/x")
         made.write_history(store, 0, 3)
         start = time.monotonic()
         assert opened(store).sync() == 3

@@ -14,7 +14,7 @@ from tests.register.conftest import Finish, finish, finish_in
 from tests.tracking import made
 from tests.tracking.conftest import bare_home, store
 from tests.tracking.postgres import PASSWORD, cluster
-from tests.tracking.test_at_once import bare_run, race, register_two_at_once
+from tests.tracking.test_concurrency import bare_run, race, register_two_concurrently
 
 __all__ = ["bare_home", "finish", "finish_in", "store"]
 pytestmark = pytest.mark.slow
@@ -75,7 +75,7 @@ def test_two_that_register_one_run_at_the_same_moment_make_one_version(
 def test_two_concurrently_registered_models_get_two_versions_and_keep_the_champion(
     mlflow: str, store: Store, finish: Finish
 ) -> None:
-    assert PASSWORD not in register_two_at_once(store, finish)
+    assert PASSWORD not in register_two_concurrently(store, finish)
 
 
 def test_two_concurrently_registered_challengers_get_two_versions(mlflow: str, store: Store, finish: Finish) -> None:

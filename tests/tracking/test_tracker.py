@@ -289,7 +289,7 @@ def test_a_server_that_restarts_has_every_step_once(
 
 
 def test_credentials_never_show(bare_home: Path, store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    uri = f"http://somebody:hunter2@127.0.0.1:{free_port()}"
+    uri = f"http://person:hunter2@127.0.0.1:{free_port()}"
     with pytest.raises(TrackingUnavailable) as error:
         assert opened(store, uri=uri).mlflow_run_id
     assert "MLFLOW_TRACKING_URI" in str(error.value)

@@ -15,7 +15,7 @@ typedef struct { unsigned int version; unsigned long long total, reserved, free,
 
 static int device;
 
-static nvmlReturn_t told(const char *name, unsigned long long *value) {
+static nvmlReturn_t value_of(const char *name, unsigned long long *value) {
     char path[4096];
     long long read;
     snprintf(path, sizeof path, "%s/%s", getenv("NVML_FIGURES"), name);
@@ -32,7 +32,7 @@ static nvmlReturn_t told(const char *name, unsigned long long *value) {
 static nvmlReturn_t told_int(nvmlDevice_t gpu, const char *name, unsigned int *value) {
     unsigned long long read;
     if (gpu != &device) return INVALID_ARGUMENT;
-    nvmlReturn_t code = told(name, &read);
+    nvmlReturn_t code = value_of(name, &read);
     if (code == SUCCESS) *value = (unsigned int)read;
     return code;
 }
@@ -62,7 +62,7 @@ nvmlReturn_t nvmlDeviceGetMigMode(nvmlDevice_t gpu, unsigned int *current, unsig
 }
 
 nvmlReturn_t nvmlDeviceGetTotalEnergyConsumption(nvmlDevice_t gpu, unsigned long long *millijoules) {
-    return gpu == &device ? told("millijoules", millijoules) : INVALID_ARGUMENT;
+    return gpu == &device ? value_of("millijoules", millijoules) : INVALID_ARGUMENT;
 }
 
 nvmlReturn_t nvmlDeviceGetPowerUsage(nvmlDevice_t gpu, unsigned int *milliwatts) {
@@ -77,7 +77,7 @@ nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t gpu, nvmlUtilization_t *
 nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t gpu, nvmlMemory_v2_t *memory) {
     if (gpu != &device) return INVALID_ARGUMENT;
     if (memory->version != (sizeof *memory | 2u << 24)) return ARGUMENT_VERSION_MISMATCH;
-    nvmlReturn_t code = told("memory_used", &memory->used);
+    nvmlReturn_t code = value_of("memory_used", &memory->used);
     if (code != SUCCESS) return code;
     memory->total = 80ull << 30;
     memory->reserved = 1ull << 30;
@@ -94,5 +94,5 @@ nvmlReturn_t nvmlDeviceGetClockInfo(nvmlDevice_t gpu, int clock, unsigned int *m
 }
 
 nvmlReturn_t nvmlDeviceGetCurrentClocksEventReasons(nvmlDevice_t gpu, unsigned long long *reasons) {
-    return gpu == &device ? told("reasons", reasons) : INVALID_ARGUMENT;
+    return gpu == &device ? value_of("reasons", reasons) : INVALID_ARGUMENT;
 }

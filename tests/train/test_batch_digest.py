@@ -24,7 +24,7 @@ def test_the_digest_knows_every_token_and_no_order_of_samples() -> None:
     assert samples_digest(np.concatenate([rows, rows[:1]])) != digest  # one sample twice
 
 
-def _told(rank: int, size: int, folder: Path) -> list[dict[int, str]]:
+def _digests_of(rank: int, size: int, folder: Path) -> list[dict[int, str]]:
     join(folder, rank, size, always=True)
     digest, rows = BatchDigest(Gang(), speaks=rank != 2), np.arange(8 * 5).reshape(8, 5)
     own_rows = rows[4 * (rank % 2) :][:4]  # rank 2 gets the rows of rank 0
@@ -39,4 +39,4 @@ def test_the_batch_digest_of_all_ranks_is_recorded_once_per_step(tmp_path: Path)
     rows = np.arange(8 * 5).reshape(8, 5)
     expected = {step + 1: f"{samples_digest(rows + step):016x}" for step in range(6, 9)}
     first, then = {step: expected[step] for step in (7, 8)}, {9: expected[9]}
-    assert in_ranks(3, _told, tmp_path, seconds=200) == [[first, then]] * 3
+    assert in_ranks(3, _digests_of, tmp_path, seconds=200) == [[first, then]] * 3

@@ -80,11 +80,11 @@ def test_the_compression_error_of_gradients_is_part_of_the_state(tmp_path: Path)
 
 
 def test_compression_state_is_unchanged_until_the_step_announces_a_change(tmp_path: Path) -> None:
-    for is_whole in in_ranks(2, _errors_when_told, tmp_path / "meeting", seconds=200):
+    for is_whole in in_ranks(2, _errors_of, tmp_path / "meeting", seconds=200):
         assert is_whole == {"powersgd": (True, False), "topk": (True, False)}
 
 
-def _errors_when_told(rank: int, size: int, folder: Path) -> dict[str, tuple[bool, bool]]:
+def _errors_of(rank: int, size: int, folder: Path) -> dict[str, tuple[bool, bool]]:
     """By kind: whether the state of step 1 was whole at the step's first announcement of a change, and
     after that step.
     """

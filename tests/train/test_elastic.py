@@ -128,7 +128,7 @@ def _bytes_of_tensors() -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def asked(ranks: int, *more: str) -> tuple[str, ...]:
+def overrides_of(ranks: int, *more: str) -> tuple[str, ...]:
     return ("training.determinism=elastic", f"parallel.processes={ranks}", "training.steps=8", *more)
 
 
@@ -152,9 +152,9 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The results of a single rank for every layout: digest and history."""
     folder = tmp_path_factory.mktemp("calm")
     store = new_store(folder / "store")
-    runs: Runs = [(asked(1, *layout), name, None) for name, layout in LAYOUTS.items()]
+    runs: Runs = [(overrides_of(1, *layout), name, None) for name, layout in LAYOUTS.items()]
     assert train_in_ranks(1, store.url, folder / "ranks", runs) == [""] * len(runs)
-    return {name: trained(store, tiny_spec(*asked(1, *layout)), name) for name, layout in LAYOUTS.items()}
+    return {name: trained(store, tiny_spec(*overrides_of(1, *layout)), name) for name, layout in LAYOUTS.items()}
 
 
 @pytest.mark.slow
@@ -162,11 +162,11 @@ def test_ranks_that_leave_and_join_during_a_run_change_no_bit(calm: dict[str, An
     """The number of ranks leaves no trace: gangs of two, three and four ranks compute steps of every layout."""
     store = new_store(tmp_path / "store")
     for ranks, stop_after in ((4, 1), (2, 3), (3, 5), (4, None)):
-        runs: Runs = [(asked(ranks, *layout), name, stop_after) for name, layout in LAYOUTS.items()]
+        runs: Runs = [(overrides_of(ranks, *layout), name, stop_after) for name, layout in LAYOUTS.items()]
         endings = train_in_ranks(ranks, store.url, tmp_path / str(stop_after), runs)
         assert endings == ["" if stop_after is None else "PreemptedError"] * len(runs)
     for name, layout in LAYOUTS.items():
-        spec = tiny_spec(*asked(4, *layout))
+        spec = tiny_spec(*overrides_of(4, *layout))
         assert trained(store, spec, name) == calm[name]
         manifest = read_manifest(open_store(store.url), identity_of(spec, name), 8)
         assert len(manifest.segments) == 1  # the plan did not change: the number of ranks is not part of it

@@ -33,7 +33,7 @@ from holdfast.store import Store, open_store
 from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, join, train_in_ranks, trained
-from tests.train.test_mesh import asked, require_close
+from tests.train.test_mesh import overrides_of, require_close
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
 
 RANKS = 4
@@ -95,7 +95,7 @@ STOPPED = {  # of the drill; for resuming, another test loads every layout's sta
     "dealt among copies", "dealt, partly recomputed", "dealt in bf16", "zero bubble x dealt", "interleaved",
     "four stages", "tensor x dealt to all", "stages x tensor", "context x dealt", "stages x context",
 }  # fmt: skip
-AT_ONCE = 8  # drill cases per test: `train_in_ranks` has a limit of minutes
+CASES_PER_TEST = 8  # drill cases per test: `train_in_ranks` has a limit of minutes
 
 
 def column(store: Store, overrides: tuple[str, ...], salt: str, name: str = "loss") -> np.ndarray:
@@ -106,24 +106,24 @@ def column(store: Store, overrides: tuple[str, ...], salt: str, name: str = "los
 def train_all(tmp_path: Path, layouts: dict[str, tuple[tuple[str, ...], tuple[str, ...]]], stopped: list[str]) -> Store:
     """Train every layout, and those in `stopped` again with a stop. Require one loss curve per model."""
     store = new_store(tmp_path / "store")
-    runs: Runs = [(asked(*model, *layout), name, None) for name, (model, layout) in layouts.items()]
+    runs: Runs = [(overrides_of(*model, *layout), name, None) for name, (model, layout) in layouts.items()]
     for name in stopped:
-        overrides = asked(*layouts[name][0], *layouts[name][1])
+        overrides = overrides_of(*layouts[name][0], *layouts[name][1])
         runs += [(overrides, f"{name} stopped", 3), (overrides, f"{name} stopped", None)]
     assert train_in_ranks(RANKS, store.url, tmp_path / "ranks", runs) == [""] * len(layouts) + [
         "PreemptedError", "",
     ] * len(stopped)  # fmt: skip
     models = sorted({model for model, _ in layouts.values()})
-    references: Runs = [(asked(*model, processes=1), "one", None) for model in models]
+    references: Runs = [(overrides_of(*model, processes=1), "one", None) for model in models]
     assert train_in_ranks(1, store.url, tmp_path / "one", references) == [""] * len(models)
     for name, (model, layout) in layouts.items():
-        single, fields = asked(*model, processes=1), asked(*model, *layout)
+        single, fields = overrides_of(*model, processes=1), overrides_of(*model, *layout)
         last_place = 2.0**-9 if "bf16" in name else 2.0**-24
         require_close(column(store, fields, name), column(store, single, "one"), last_place)
         norms = (column(store, overrides, salt, "grad_norm") for overrides, salt in ((fields, name), (single, "one")))
         require_close(*(norm[:1] for norm in norms), last_place)
     for name in stopped:
-        spec = tiny_spec(*asked(*layouts[name][0], *layouts[name][1]))
+        spec = tiny_spec(*overrides_of(*layouts[name][0], *layouts[name][1]))
         assert trained(store, spec, f"{name} stopped") == trained(store, spec, name)
     return store
 
@@ -133,20 +133,20 @@ def test_a_mixture_is_the_same_model_for_any_expert_placement_and_resumes_with_t
 ) -> None:
     store = train_all(tmp_path, FAST, ["dealt to all"])
     for name in ("dealt to all", "shards"):
-        _biases_were_moved(store, asked(*BIASED, *LAYOUTS[name][1]), name)
-    _rows_are_read_by_themselves(store, asked(*BIASED, *LAYOUTS["shards"][1]), "shards", monkeypatch)
+        _biases_were_moved(store, overrides_of(*BIASED, *LAYOUTS[name][1]), name)
+    _rows_are_read_by_themselves(store, overrides_of(*BIASED, *LAYOUTS["shards"][1]), "shards", monkeypatch)
     manifest = read_manifest(
-        store, run_id(tiny_spec(*asked(*BIASED, *LAYOUTS["dealt to all"][1])), DATASET_ID, "dealt to all"), 6
+        store, run_id(tiny_spec(*overrides_of(*BIASED, *LAYOUTS["dealt to all"][1])), DATASET_ID, "dealt to all"), 6
     )
     assert manifest.layout == {"engine": "torch", "strategy": "ddp", "world_size": 4, "replicas": 4, "expert": 4}
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("first", range(0, len(SLOW), AT_ONCE))
+@pytest.mark.parametrize("first", range(0, len(SLOW), CASES_PER_TEST))
 def test_every_layout_of_a_mixture_matches_one_process_and_resumes_with_the_same_bits(
     tmp_path: Path, first: int
 ) -> None:
-    some = dict(list(SLOW.items())[first : first + AT_ONCE])
+    some = dict(list(SLOW.items())[first : first + CASES_PER_TEST])
     train_all(tmp_path, some, [name for name in some if name in STOPPED])
 
 
@@ -178,7 +178,7 @@ def test_any_layout_of_a_mixture_takes_over_the_state_of_any_other_bit_for_bit(t
 
 def planned(*overrides: str) -> int:
     """The planner's count of weight elements on the fullest rank."""
-    spec = tiny_spec(*asked(*overrides))
+    spec = tiny_spec(*overrides_of(*overrides))
     layout = layout_of(spec)
     estimate = memory(
         Architecture.of(spec.model, VOCABULARY), layout, ACCELERATORS["H100"], global_batch=8, precision="fp32",
@@ -209,7 +209,7 @@ def _take_over(rank: int, size: int, url: str, folder: Path) -> tuple[dict[str, 
 
     join(folder, rank, size, always=True)
     store, gang = open_store(url), Gang()
-    assignments = {name: tiny_assignment(*asked(*DEEP, *layout)) for name, layout in TAKEN_OVER.items()}
+    assignments = {name: tiny_assignment(*overrides_of(*DEEP, *layout)) for name, layout in TAKEN_OVER.items()}
     engines = {name: build_engine(assignment, VOCABULARY, 0) for name, assignment in assignments.items()}
 
     def first(boxes: Sequence[TensorBox]) -> None:

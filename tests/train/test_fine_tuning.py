@@ -32,7 +32,7 @@ KINDS = {"chat": CHAT, "preferences": PAIRS, "adapters": (*PAIRS, *LORA)}
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, dict[str, tuple[str, ...]]]:
     """The fields of each kind, and a store with two runs of it: an undisturbed one, and one whose process was killed or
-    asked to leave and then restarted.
+    stopped and then restarted.
     """
     folder, draw = tmp_path_factory.mktemp("tuned"), np.random.default_rng(3)
     store = open_store(f"file://{folder / 'store'}")

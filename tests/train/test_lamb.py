@@ -97,7 +97,7 @@ def test_replicas_shards_and_cut_matrices_have_the_norms_of_whole_tensors(tmp_pa
 MIXTURE = ("model.family=mixtral", "model.experts=4", "model.ffn=24")
 
 
-def asked(ranks: int, strategy: str, level: str, *more: str) -> tuple[str, ...]:
+def overrides_of(ranks: int, strategy: str, level: str, *more: str) -> tuple[str, ...]:
     return (
         LAMB, f"training.determinism={level}", f"parallel.strategy={strategy}", f"parallel.processes={ranks}",
         "training.steps=6", *more,
@@ -109,14 +109,14 @@ def test_no_number_of_ranks_shows_under_elastic_determinism_and_no_interruption(
     kinds = [("ddp", *MIXTURE), ("fsdp",)]
     for ranks, salt, stop in ((1, "one", None), (3, "several", 2), (2, "several", None)):
         runs: Runs = [
-            (asked(ranks, strategy, "elastic", *more), f"{strategy} {len(more)} {salt}", stop)
+            (overrides_of(ranks, strategy, "elastic", *more), f"{strategy} {len(more)} {salt}", stop)
             for strategy, *more in kinds
         ]
         endings = train_in_ranks(ranks, store.url, tmp_path / f"{ranks} {salt}", runs)
         assert endings == ["" if stop is None else "PreemptedError"] * len(runs)
     for salt in ("one", "several"):
         results[salt] = [
-            trained(store, tiny_spec(*asked(1, strategy, "elastic", *more)), f"{strategy} {len(more)} {salt}")
+            trained(store, tiny_spec(*overrides_of(1, strategy, "elastic", *more)), f"{strategy} {len(more)} {salt}")
             for strategy, *more in kinds
         ]
     assert results["one"] == results["several"]

@@ -35,7 +35,7 @@ def limited(name: str) -> Iterator[Path]:
     except OSError as error:
         with suppress(OSError):
             group.rmdir()
-        pytest.skip(f"this machine lets nobody make a cgroup with a memory limit: {error}")
+        pytest.skip(f"this machine does not allow a cgroup with a memory limit: {error}")
     try:
         yield group / "cgroup.procs"
     finally:

@@ -164,31 +164,33 @@ def test_every_layout_computes_what_peft_does_and_leaves_the_base_alone(tmp_path
 
 
 @pytest.fixture(scope="module")
-def asked(base: Path) -> tuple[str, ...]:
+def base_overrides(base: Path) -> tuple[str, ...]:
     """The overrides of a run with adapters."""
     return (*LORA, f"model.init_from={base}")
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory: pytest.TempPathFactory, asked: tuple[str, ...]) -> Store:
+def store(tmp_path_factory: pytest.TempPathFactory, base_overrides: tuple[str, ...]) -> Store:
     """A store with two runs of adapters: an undisturbed one, and one whose only process was killed and restarted."""
     folder = tmp_path_factory.mktemp("runs")
     store = new_store(folder / "store")
-    assert train_in_ranks(1, store.url, folder / "first", [(asked, "", None)]) == [""]
-    prompt = (*asked, "checkpoint.max_lag_steps=3")  # step 6 waits for the commit of step 3
+    assert train_in_ranks(1, store.url, folder / "first", [(base_overrides, "", None)]) == [""]
+    prompt = (*base_overrides, "checkpoint.max_lag_steps=3")  # step 6 waits for the commit of step 3
     assert train_in_ranks(1, store.url, folder / "killed", [(prompt, "killed", 7)], number=signal.SIGKILL) is None
-    assert 0 < max(checkpoint_steps(store, identity_of(tiny_spec(*asked), "killed"))) < 8
-    assert train_in_ranks(1, store.url, folder / "again", [(asked, "killed", None)]) == [""]
+    assert 0 < max(checkpoint_steps(store, identity_of(tiny_spec(*base_overrides), "killed"))) < 8
+    assert train_in_ranks(1, store.url, folder / "again", [(base_overrides, "killed", None)]) == [""]
     return store
 
 
-def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(store: Store, asked: tuple[str, ...]) -> None:
-    spec = tiny_spec(*asked)
+def test_a_killed_run_ends_with_the_bits_of_one_that_was_not(store: Store, base_overrides: tuple[str, ...]) -> None:
+    spec = tiny_spec(*base_overrides)
     assert trained(store, spec, "killed") == trained(store, spec)
 
 
-def test_a_checkpoint_has_adapters_and_their_moments_and_names_its_base(store: Store, asked: tuple[str, ...]) -> None:
-    spec = tiny_spec(*asked)
+def test_a_checkpoint_has_adapters_and_their_moments_and_names_its_base(
+    store: Store, base_overrides: tuple[str, ...]
+) -> None:
+    spec = tiny_spec(*base_overrides)
     checkpoint = open_checkpoint(store, identity_of(spec), spec.training.steps)
     names = {prefix + name for name in adapters() for prefix in ("", *MOMENTS.values())}
     assert checkpoint.tensors.keys() == names
@@ -207,9 +209,9 @@ def exported(store: Store, spec: Spec, cache: Path) -> Path:
 
 
 def test_peft_and_transformers_load_the_export_to_our_logits(
-    tmp_path: Path, store: Store, base: Path, asked: tuple[str, ...]
+    tmp_path: Path, store: Store, base: Path, base_overrides: tuple[str, ...]
 ) -> None:
-    spec, tokens = tiny_spec(*asked), global_batch(0, ignored=False)[:, :16]
+    spec, tokens = tiny_spec(*base_overrides), global_batch(0, ignored=False)[:, :16]
     folder = exported(store, spec, tmp_path)
     ours, _ = load_exported(base)
     add_adapters(ours, spec.training.lora)
@@ -234,9 +236,9 @@ def test_peft_and_transformers_load_the_export_to_our_logits(
         torch.testing.assert_close(merged.state_dict()[name], weight, rtol=2**-23, atol=2**-24, msg=name)
 
 
-def test_a_base_that_has_changed_is_not_merged(tmp_path: Path, store: Store, asked: tuple[str, ...]) -> None:
+def test_a_base_that_has_changed_is_not_merged(tmp_path: Path, store: Store, base_overrides: tuple[str, ...]) -> None:
     write_weights(tmp_path / "other", store, seed=98)
-    spec = tiny_spec(*asked)
+    spec = tiny_spec(*base_overrides)
     other = tiny_spec(*LORA, f"model.init_from={tmp_path / 'other'}")
     manifest = read_manifest(store, identity_of(spec), spec.training.steps)
     with pytest.raises(DataError, match="other weights"):

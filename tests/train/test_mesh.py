@@ -96,18 +96,18 @@ STOPPED = {
     "tensor", "stages x replicas", "interleaved", "tied zero bubble", "given rounds", "context x shards",
     "stages x context", "bf16", "tied stages in fp16", "partly recomputed",
 }  # fmt: skip
-AT_ONCE = 8  # matrix cases per test: `train_in_ranks` has a limit of minutes
+CASES_PER_TEST = 8  # matrix cases per test: `train_in_ranks` has a limit of minutes
 TAKEN_OVER = {**LAYOUTS, **{name: PIPELINES[name] for name in ("stages x tensor", "interleaved")},
               "uneven": (*STAGES, "parallel.stages=[3, 1]"), "copies": ()}  # fmt: skip
 
 
-def asked(*overrides: str, processes: int = RANKS) -> tuple[str, ...]:
+def overrides_of(*overrides: str, processes: int = RANKS) -> tuple[str, ...]:
     return (f"parallel.processes={processes}", "training.steps=6", *overrides)
 
 
 def alone(*overrides: str) -> tuple[str, ...]:
     """The same model in one process."""
-    return asked(*(field for field in overrides if not field.startswith(("parallel.", "cluster."))), processes=1)
+    return overrides_of(*(field for field in overrides if not field.startswith(("parallel.", "cluster."))), processes=1)
 
 
 def losses(store: Store, overrides: tuple[str, ...], salt: str) -> np.ndarray:
@@ -154,7 +154,7 @@ def test_explicit_stages_are_used_unchanged() -> None:
 def test_only_explicit_pipeline_stages_are_in_the_plan() -> None:
     """Plans of runs from before the field existed keep their fingerprint."""
     even, uneven = (settings_of(spec.training, spec.parallel, "cpu", 1) for spec in (
-        tiny_spec(*asked(*STAGES)), tiny_spec(*asked(*STAGES, "model.layers=4", "parallel.stages=[1, 3]"))
+        tiny_spec(*overrides_of(*STAGES)), tiny_spec(*overrides_of(*STAGES, "model.layers=4", "parallel.stages=[1, 3]"))
     ))  # fmt: skip
     assert "parallel.stages" not in even and stages_of(even) is None
     assert (uneven["parallel.stages"], stages_of(uneven)) == ("1, 3", (1, 3))
@@ -165,7 +165,7 @@ def test_stages_of_other_sizes_are_the_same_model_and_another_plan(tmp_path: Pat
     """A run can resume with other stages if a person requests it, and each time from the saved state."""
     store, base = new_store(tmp_path / "store"), (*STAGES, TIED, "model.layers=4", "training.steps=8")
     uneven, even, other = (
-        asked(*base, *more, processes=2) for more in (["parallel.stages=[1, 3]"], [], ["parallel.stages=[3, 1]"])
+        overrides_of(*base, *more, processes=2) for more in (["parallel.stages=[1, 3]"], [], ["parallel.stages=[3, 1]"])
     )
     runs: Runs = [(uneven, "moved", 2), (uneven, "stayed", 2), (uneven, "stayed", None), (uneven, "whole", None)]
     ends = ["PreemptedError", "PreemptedError", "", ""]
@@ -186,23 +186,27 @@ def test_stages_of_other_sizes_are_the_same_model_and_another_plan(tmp_path: Pat
 def test_a_mesh_matches_one_process_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")
     three = list(LAYOUTS.items())[:3]
-    runs: Runs = [(asked(*layout), name, None) for name, layout in three]
+    runs: Runs = [(overrides_of(*layout), name, None) for name, layout in three]
     ends = ["", "", "", "PreemptedError", ""]
-    stopped, cut = asked(*LAYOUTS["tensor x shards"]), SEQUENCES["context x tensor"]
+    stopped, cut = overrides_of(*LAYOUTS["tensor x shards"]), SEQUENCES["context x tensor"]
     runs += [(stopped, "stopped", 2), (stopped, "stopped", None)]
-    bubbles = asked(*PIPELINES["zero bubble"])
-    tied = asked(*STAGES, TIED)
+    bubbles = overrides_of(*PIPELINES["zero bubble"])
+    tied = overrides_of(*STAGES, TIED)
     runs += [(tied, "tied", None), (tied, "tied stopped", 2), (tied, "tied stopped", None)]
-    runs += [(asked(*STAGES), "stages", None), (bubbles, "bubbles", None), (asked(*cut), "sequences", None)]
+    runs += [
+        (overrides_of(*STAGES), "stages", None),
+        (bubbles, "bubbles", None),
+        (overrides_of(*cut), "sequences", None),
+    ]
     assert train_in_ranks(RANKS, store.url, tmp_path / "ranks", runs) == [*ends, "", "PreemptedError", "", "", "", ""]
     references: Runs = [(alone(), "one", None), (alone(*STAGES), "untied", None), (alone(*cut), "masked", None)]
     assert train_in_ranks(1, store.url, tmp_path / "one", references) == ["", "", ""]
     single = losses(store, alone(), "one")
-    require_close(losses(store, asked(*STAGES), "stages"), losses(store, alone(*STAGES), "untied"))
-    require_close(losses(store, asked(*cut), "sequences"), losses(store, alone(*cut), "masked"))
+    require_close(losses(store, overrides_of(*STAGES), "stages"), losses(store, alone(*STAGES), "untied"))
+    require_close(losses(store, overrides_of(*cut), "sequences"), losses(store, alone(*cut), "masked"))
     assert single[-1] < single[0]
     for name, layout in three:
-        require_close(losses(store, asked(*layout), name), single)
+        require_close(losses(store, overrides_of(*layout), name), single)
     assert trained(store, tiny_spec(*stopped), "stopped") == trained(store, tiny_spec(*stopped), "tensor x shards")
     require_close(losses(store, tied, "tied"), single)
     assert trained(store, tiny_spec(*tied), "tied stopped") == trained(store, tiny_spec(*tied), "tied")
@@ -212,13 +216,13 @@ def test_a_mesh_matches_one_process_and_resumes_with_the_same_bits(tmp_path: Pat
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("first", range(0, len(MATRIX), AT_ONCE))
+@pytest.mark.parametrize("first", range(0, len(MATRIX), CASES_PER_TEST))
 def test_every_layout_and_form_matches_one_process_and_resumes_with_the_same_bits(tmp_path: Path, first: int) -> None:
     store = new_store(tmp_path / "store")
-    matrix = dict(list(MATRIX.items())[first : first + AT_ONCE])
+    matrix = dict(list(MATRIX.items())[first : first + CASES_PER_TEST])
     runs: Runs = []
     for name, layout in matrix.items():
-        overrides, stopped = asked(*layout), f"{name} stopped"
+        overrides, stopped = overrides_of(*layout), f"{name} stopped"
         runs += [(overrides, name, None)]
         runs += [(overrides, stopped, 3), (overrides, stopped, None)] if name in STOPPED else []
     ends = ["" if stop is None else "PreemptedError" for _, _, stop in runs]
@@ -227,11 +231,11 @@ def test_every_layout_and_form_matches_one_process_and_resumes_with_the_same_bit
     references: Runs = [(fields, salt, None) for fields, salt in salts.items()]
     assert train_in_ranks(1, store.url, tmp_path / "one", references) == [""] * len(references)
     for name, layout in matrix.items():
-        spec, single = tiny_spec(*asked(*layout)), alone(*layout)
+        spec, single = tiny_spec(*overrides_of(*layout)), alone(*layout)
         if name in STOPPED:
             assert trained(store, spec, f"{name} stopped") == trained(store, spec, name)
         last_place = {"bf16": 2.0**-9, "fp16": 2.0**-12}.get(name[-4:], 2.0**-24)
-        require_close(losses(store, asked(*layout), name), losses(store, single, salts[single]), last_place)
+        require_close(losses(store, overrides_of(*layout), name), losses(store, single, salts[single]), last_place)
 
 
 @pytest.mark.drill
@@ -252,7 +256,7 @@ def _take_over(rank: int, size: int, url: str, folder: Path) -> dict[str, str]:
     store, gang = open_store(url), Gang()
     model = (*STAGES[3:], "model.layers=4", "model.kv_heads=4")
     engines = {
-        name: build_engine(tiny_assignment(*asked(*model, *layout, TIED)), VOCABULARY, 0)
+        name: build_engine(tiny_assignment(*overrides_of(*model, *layout, TIED)), VOCABULARY, 0)
         for name, layout in TAKEN_OVER.items()
     }
 
@@ -298,7 +302,7 @@ def _first_loss(rank: int, size: int, folder: Path, overrides: tuple[str, ...]) 
 
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)
-    assignment = tiny_assignment(*asked(*overrides, processes=size))
+    assignment = tiny_assignment(*overrides_of(*overrides, processes=size))
     engine = build_engine(assignment, VOCABULARY + 1, 0)
     SeededState(assignment.model, 3).fill(engine.boxes())
     engine.restored(0)
@@ -309,8 +313,8 @@ def _first_loss(rank: int, size: int, folder: Path, overrides: tuple[str, ...]) 
 def test_a_run_resumes_with_another_number_of_ranks_and_several_layouts(tmp_path: Path) -> None:
     """Each resume uses `--replan`, and the change of the plan is a segment."""
     store, name, long = new_store(tmp_path / "store"), "moved", "training.steps=8"
-    shards, cut = asked(*LAYOUTS["shards"], long), asked("parallel.tensor=2", long, processes=2)
-    sequences, single = asked("parallel.context=2", long, processes=2), alone(long)
+    shards, cut = overrides_of(*LAYOUTS["shards"], long), overrides_of("parallel.tensor=2", long, processes=2)
+    sequences, single = overrides_of("parallel.context=2", long, processes=2), alone(long)
     steps: list[tuple[int, tuple[str, ...], int | None]]
     steps = [(4, shards, 1), (2, cut, 3), (2, sequences, 5), (1, single, None)]
     for number, (ranks, overrides, stop) in enumerate(steps):

@@ -42,11 +42,11 @@ def train_with(profiler: Profiler, steps: range, known: bool = True) -> None:
         profiler.on_step(FinishedStep(step, 0.1, StepOutput(torch.tensor(1.0), torch.tensor(1.0)), 0.0))
         deadline = time.monotonic() + 180
         while known and step == steps.start and profiler._found is None:
-            assert time.monotonic() < deadline, "what is asked for is not found"
+            assert time.monotonic() < deadline, "what is overrides_of for is not found"
             time.sleep(0.005)
 
 
-def told(store: Store) -> list[Event]:
+def reported(store: Store) -> list[Event]:
     return [event for event in read_events(store, RUN) if isinstance(event, ProfileSaved | WarningIssued)]
 
 
@@ -59,7 +59,7 @@ def test_the_requested_steps_are_in_the_trace_and_the_request_is_removed(
     with recording(store, RUN, "rank 0"):
         train_with(profiler, range(1, 7))
         profiler.close()
-    (event,) = told(store)
+    (event,) = reported(store)
     assert isinstance(event, ProfileSaved)
     assert (event.first, event.last) == steps
     trace = json.loads(gzip.decompress(store.get(event.key)))
@@ -74,7 +74,7 @@ def test_a_profile_request_for_past_steps_is_rejected_with_a_warning(store: Stor
         profiler = Profiler(store, Attempt(RUN, 7), active=True)
         train_with(profiler, range(5, 7))
         profiler.close()
-    (event,) = told(store)
+    (event,) = reported(store)
     assert "steps 3 to 4 are not profiled: step 7 is the next one" in event.text
     assert pending_request(store, RUN) is None
 
@@ -84,9 +84,9 @@ def test_a_failing_or_preempted_rank_does_not_wait_for_its_trace(store: Store) -
     profiler = Profiler(store, Attempt(RUN, 7), active=True)
     with recording(store, RUN, "rank 0"), pytest.raises(PreemptedError), profiler:
         train_with(profiler, range(1, 7))
-        raise PreemptedError("told to leave")
+        raise PreemptedError("reported to leave")
     assert profiler._writing is None
-    (event,) = told(store)
+    (event,) = reported(store)
     assert "the profile of steps 3 to 9 is lost: the run was left" in event.text
 
 
@@ -98,7 +98,7 @@ def test_a_profiler_that_fails_to_start_does_not_stop_training(store: Store, mon
     ask(store, RUN, Window.of("3-4"))
     with recording(store, RUN, "rank 0"), Profiler(store, Attempt(RUN, 7), active=True) as profiler:
         train_with(profiler, range(1, 7))
-    (event,) = told(store)
+    (event,) = reported(store)
     assert "is lost: no tracer" in event.text
     assert pending_request(store, RUN) is None
 

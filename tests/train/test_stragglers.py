@@ -41,13 +41,13 @@ def seconds(**more: float) -> list[float]:
     return [0.1 + more.get(phase, 0.0) for phase in WORK]
 
 
-def told(comparison: Comparison, *windows: list[list[float]]) -> list[list[Slow]]:
+def reported(comparison: Comparison, *windows: list[list[float]]) -> list[list[Slow]]:
     return [comparison.window(window) for window in windows]
 
 
 def test_a_rank_that_is_slow_in_three_windows_in_a_row_is_named_once_with_its_slowest_phase() -> None:
     slow = [seconds(), seconds(forward=0.1, backward=0.11), seconds()]
-    windows = told(Comparison([0, 0, 0]), *[slow] * 6)
+    windows = reported(Comparison([0, 0, 0]), *[slow] * 6)
     assert [len(stragglers) for stragglers in windows] == [0, 0, 1, 0, 0, 0]
     (straggler,) = windows[2]
     assert (straggler.rank, straggler.phase, round(straggler.ratio, 2), round(straggler.seconds, 2)) == (
@@ -60,20 +60,20 @@ def test_a_rank_that_is_slow_in_three_windows_in_a_row_is_named_once_with_its_sl
 
 def test_a_rank_that_was_slow_by_chance_is_not_named() -> None:
     slow, even = [seconds(), seconds(data=1.0)], [seconds(), seconds()]
-    assert not any(told(Comparison([0, 0]), slow, slow, even, even, slow, even, slow, even))
+    assert not any(reported(Comparison([0, 0]), slow, slow, even, even, slow, even, slow, even))
 
 
 def test_one_window_in_which_it_was_not_slow_hides_no_rank_that_is() -> None:
     slow, even = [seconds(), seconds(data=1.0)], [seconds(), seconds()]
     for windows in ([slow, even, slow, slow], [slow, slow, even, slow]):
-        assert [len(stragglers) for stragglers in told(Comparison([0, 0]), *windows)] == [0, 0, 0, 1]
+        assert [len(stragglers) for stragglers in reported(Comparison([0, 0]), *windows)] == [0, 0, 0, 1]
     hardly = [seconds(), seconds(data=(SLOWER - 1) * sum(seconds()))]
-    assert not any(told(Comparison([0, 0]), hardly, hardly, even, hardly))  # not slow enough in total
+    assert not any(reported(Comparison([0, 0]), hardly, hardly, even, hardly))  # not slow enough in total
 
 
 def test_one_that_gets_well_and_slow_again_is_named_again() -> None:
     slow, even = [seconds(data=0.3), seconds()], [seconds(), seconds()]
-    windows = told(Comparison([0, 0]), slow, slow, slow, even, slow, even, even, slow, slow, slow)
+    windows = reported(Comparison([0, 0]), slow, slow, slow, even, slow, even, even, slow, slow, slow)
     assert [[straggler.rank for straggler in stragglers] for stragglers in windows] == [
         [],
         [],
@@ -96,14 +96,14 @@ def test_short_steps_are_slow_for_longer_before_they_are_reported() -> None:
 
 def test_stages_of_a_pipeline_are_compared_with_their_like() -> None:
     stages = [seconds(), seconds(), seconds(forward=1.0), seconds(forward=1.0)]
-    assert not any(told(Comparison([0, 0, 1, 1]), *[stages] * WINDOWS))
+    assert not any(reported(Comparison([0, 0, 1, 1]), *[stages] * WINDOWS))
     stages[3] = seconds(forward=2.0)
-    assert [straggler.rank for straggler in told(Comparison([0, 0, 1, 1]), *[stages] * WINDOWS)[-1]] == [3]
+    assert [straggler.rank for straggler in reported(Comparison([0, 0, 1, 1]), *[stages] * WINDOWS)[-1]] == [3]
 
 
 def test_less_than_a_millisecond_a_step_is_not_worth_telling() -> None:
     tiny = [[LEAST / 100] * len(WORK), [LEAST / 10] * len(WORK)]
-    assert not any(told(Comparison([0, 0]), *[tiny] * WINDOWS))
+    assert not any(reported(Comparison([0, 0]), *[tiny] * WINDOWS))
 
 
 @pytest.mark.parametrize(("strategy", "rows"), [("ddp", [4, 6]), ("fsdp", [6, 6])])

@@ -19,7 +19,7 @@ from holdfast.rank.replicas import require_equal_replicas
 from holdfast.spec.errors import HoldfastError
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join
-from tests.train.test_mesh import asked, require_close
+from tests.train.test_mesh import overrides_of, require_close
 from tests.train.tiny_run import VOCABULARY, tiny_assignment
 
 TWO = ("parallel.pipeline=2", "training.micro_batch=1", "model.layers=4")
@@ -69,7 +69,7 @@ def _train(rank: int, size: int, folder: Path, layouts: list[tuple[str, ...]]) -
     join(folder, rank, size, always=False)
     gang, results = Gang(), []
     for overrides in layouts:
-        assignment = tiny_assignment(*asked(*overrides, processes=size))
+        assignment = tiny_assignment(*overrides_of(*overrides, processes=size))
         engine, mesh = build_engine(assignment, VOCABULARY, 0), Mesh.of(assignment.parallel, size)
         SeededState(assignment.model, 3).fill(engine.boxes())
         engine.restored(0)

@@ -18,11 +18,11 @@ from tests.checkpoint.breaking_store import BreakingStore
 from tests.corpus.conftest import prose
 from tests.exports import write_export
 
-Asked = tuple[Spec, Store, Champion]
+Inputs = tuple[Spec, Store, Champion]
 
 
 @pytest.fixture
-def asked(tmp_path: Path) -> Asked:
+def inputs(tmp_path: Path) -> Inputs:
     """A spec over a corpus, a store, and a champion in it whose tokenizer was trained on other text."""
     store = open_store(f"file://{tmp_path / 'store'}")
     for name, first in (("old", 0), ("new", 100)):
@@ -48,24 +48,24 @@ def objects(store: Store, dataset_id: str) -> int:
     return len(list(store.list(layout.dataset(dataset_id, ""))))
 
 
-def test_a_measured_dataset_is_deleted_unless_it_existed_or_is_needed_for_retraining(asked: Asked) -> None:
-    with step._in_its_tokens(*asked, keep="other") as fresh:
-        whole = objects(asked[1], fresh)
-    assert objects(asked[1], fresh) == 0 < whole
-    with pytest.raises(ZeroDivisionError), step._in_its_tokens(*asked, keep="other"):
+def test_a_measured_dataset_is_deleted_unless_it_existed_or_is_needed_for_retraining(inputs: Inputs) -> None:
+    with step._in_its_tokens(*inputs, keep="other") as fresh:
+        whole = objects(inputs[1], fresh)
+    assert objects(inputs[1], fresh) == 0 < whole
+    with pytest.raises(ZeroDivisionError), step._in_its_tokens(*inputs, keep="other"):
         raise ZeroDivisionError
-    assert objects(asked[1], fresh) == 0
-    with step._in_its_tokens(*asked, keep=fresh):
+    assert objects(inputs[1], fresh) == 0
+    with step._in_its_tokens(*inputs, keep=fresh):
         pass
-    assert objects(asked[1], fresh) == whole  # the retraining starts with it
-    with step._in_its_tokens(*asked, keep="other"):
+    assert objects(inputs[1], fresh) == whole  # the retraining starts with it
+    with step._in_its_tokens(*inputs, keep="other"):
         pass
-    assert objects(asked[1], fresh) == whole  # another run uses it
+    assert objects(inputs[1], fresh) == whole  # another run uses it
 
 
-def test_a_dataset_stays_complete_while_it_is_measured(asked: Asked) -> None:
+def test_a_dataset_stays_complete_while_it_is_measured(inputs: Inputs) -> None:
     """Another run may prepare the same dataset at this moment. It finds a complete dataset, or none."""
-    spec, store, theirs = asked
+    spec, store, theirs = inputs
     is_new: list[bool] = []
 
     def before(*_: str) -> None:

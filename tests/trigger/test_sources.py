@@ -15,7 +15,7 @@ from holdfast.spec import Spec, parse_spec, run_id
 from holdfast.store import open_store
 from tests.registered import register_version
 
-Crown = Callable[[Spec], None]
+MakeChampion = Callable[[Spec], None]
 
 
 @pytest.fixture(scope="module")
@@ -24,12 +24,12 @@ def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def crown(tmp_path: Path, tracking_uri: str, monkeypatch: pytest.MonkeyPatch) -> Crown:
+def make_champion(tmp_path: Path, tracking_uri: str, monkeypatch: pytest.MonkeyPatch) -> MakeChampion:
     """Make a champion from the spec's current data: a registered version with the lineage that the trigger reads."""
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", tracking_uri)
 
-    def crown(spec: Spec) -> None:
+    def make_champion(spec: Spec) -> None:
         from holdfast.tracking import connect
 
         dataset_id = identify(spec)
@@ -37,7 +37,7 @@ def crown(tmp_path: Path, tracking_uri: str, monkeypatch: pytest.MonkeyPatch) ->
         version = register_version(store, model, run_id(spec, dataset_id), "runs/x/export/x/", "state", dataset_id)
         connect(tracking_uri).set_registered_model_alias(model, "champion", str(version))
 
-    return crown
+    return make_champion
 
 
 def spec_over(name: str, source: str) -> Spec:
@@ -48,11 +48,13 @@ def word(spec: Spec, folder: Path) -> str:
     return run(spec, open_store(f"file://{folder / 'store'}")).word
 
 
-def test_a_new_changed_or_deleted_object_makes_a_retraining_due(s3_url: str, crown: Crown, tmp_path: Path) -> None:
+def test_a_new_changed_or_deleted_object_makes_a_retraining_due(
+    s3_url: str, make_champion: MakeChampion, tmp_path: Path
+) -> None:
     bucket = open_store(s3_url)
     bucket.put("text/0.txt", b"the sea is wide")
     spec = spec_over("bucket", f"{{uri: '{s3_url}/text'}}")
-    crown(spec)
+    make_champion(spec)
     assert word(spec, tmp_path) == "not_due"
     bucket.put("elsewhere/1.txt", b"not a source")
     bucket.put("text/0.txt", b"the sea is wide")  # the same bytes again
@@ -65,7 +67,9 @@ def test_a_new_changed_or_deleted_object_makes_a_retraining_due(s3_url: str, cro
     assert word(spec, tmp_path) == "due"
 
 
-def test_a_commit_to_the_branch_makes_one_due_if_it_changes_the_data(crown: Crown, tmp_path: Path) -> None:
+def test_a_commit_to_the_branch_makes_one_due_if_it_changes_the_data(
+    make_champion: MakeChampion, tmp_path: Path
+) -> None:
     repository = tmp_path / "repository"
     (repository / "data").mkdir(parents=True)
     (repository / "data/0.txt").write_text("the sea is wide")
@@ -78,7 +82,7 @@ def test_a_commit_to_the_branch_makes_one_due_if_it_changes_the_data(crown: Crow
 
     commit([*git, "init", "-q"], [*dvc, "init", "-q"])
     spec = spec_over("tracked", f"{{uri: 'dvc:data', repo: '{repository}', revision: main}}")
-    crown(spec)
+    make_champion(spec)
     assert word(spec, tmp_path) == "not_due"
     (repository / "README").write_text("more about it")
     commit()

@@ -43,7 +43,7 @@ def test_nothing_is_due_without_a_change_under_any_conditions(ask: Ask) -> None:
 
 
 def test_a_file_that_was_added_makes_one_due_and_its_removal_takes_that_back(ask: Ask, world: Path) -> None:
-    (world / "corpus/new.txt").write_text("a story that nobody told before, about the sea and a ship")
+    (world / "corpus/new.txt").write_text("a story that is new, about the sea and a ship")
     decision = ask()
     assert (decision.word, names(decision)) == ("due", ["new_data"])
     assert decision.dataset_id in decision.reason
@@ -53,7 +53,7 @@ def test_a_file_that_was_added_makes_one_due_and_its_removal_takes_that_back(ask
 
 
 def test_new_data_alone_is_not_enough_where_it_is_switched_off(ask: Ask, world: Path) -> None:
-    (world / "corpus/new.txt").write_text("a story that nobody told before")
+    (world / "corpus/new.txt").write_text("a story that is new")
     decision = ask(*QUIET)
     assert decision.word == "not_due"
     assert "no condition" in decision.reason
@@ -66,7 +66,7 @@ def test_a_spec_that_would_give_another_model_makes_one_due(ask: Ask) -> None:
 
 
 def test_age_counts_only_once_something_changed(ask: Ask, world: Path, store: Store) -> None:
-    (world / "corpus/new.txt").write_text("a story that nobody told before")
+    (world / "corpus/new.txt").write_text("a story that is new")
     day = 24 * 3600.0
     born = current_champion("small", store).created  # type: ignore[union-attr]
     young = ask(*QUIET, "schedule.max_age_hours=48", now=born + day)
@@ -120,7 +120,7 @@ def test_a_champion_without_files_cannot_decay_and_the_reason_names_them(
 
 
 def test_without_a_champion_the_first_training_is_due(ask: Ask) -> None:
-    decision = ask("name=nobody")
+    decision = ask("name=missing")
     assert (decision.word, names(decision), decision.champion_version) == ("due", ["no_champion"], None)
 
 

@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint is read and checked, whatever other processes do meanwhile."""
+"""Every byte of a checkpoint is read and checked, even if other processes change it."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Drill:
                 if result.code == 0:
                     break
                 if result.code < RETRYABLE:
-                    raise DrillError(f"run {name} ended permanently with {result.code}: {result.said}")
+                    raise DrillError(f"run {name} ended permanently with {result.code}: {result.last_lines}")
                 self._tell(f"  the launcher ended with {result.code}: it is started again")
                 place.launch(salt)
             if place.training() and start is None:
@@ -124,7 +124,9 @@ class Drill:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=10.0, help="how long to go on; each fault is tried once first")
+    parser.add_argument(
+        "--minutes", type=float, default=10.0, help="how long to continue; each fault is tried once first"
+    )
     parser.add_argument("--seed", type=int, help="of what is killed when; printed when it is not given")
     parser.add_argument("--fault", action="append", default=[], metavar="NAME", help="only this one; may be repeated")
     parser.add_argument("--together", type=int, default=1, help="how many of them happen in one training at first")

@@ -184,7 +184,7 @@ class NamespacePlace:
                 raise DrillError(f"pod {self._launcher} has not ended after {seconds:.0f} s; kubectl describe pod")
             time.sleep(0.5)
         if result.code != 0:
-            raise DrillError(f"pod {self._launcher} ended with {result.code}: {result.said}")
+            raise DrillError(f"pod {self._launcher} ended with {result.code}: {result.last_lines}")
         for line in reversed(self._printed()):
             with suppress(ValueError, KeyError, TypeError):
                 return str(json.loads(line)[field])

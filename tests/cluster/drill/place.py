@@ -16,7 +16,7 @@ class Ended:
     """Exit of a launcher."""
 
     code: int
-    said: str = ""  # its last lines
+    last_lines: str = ""  # its last lines
 
 
 class Place(Protocol):

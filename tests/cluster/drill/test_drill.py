@@ -57,12 +57,12 @@ def test_the_drill_stops_at_the_first_other_digest_and_at_what_is_left(monkeypat
 
 @pytest.mark.parametrize(("missed", "trainings"), [(1, 2), (2, 3)])
 def test_a_training_that_was_over_before_its_fault_is_followed_by_another(missed: int, trainings: int) -> None:
-    place, messages = Words(["a"] * 4), list[str]()
+    place, last_lines = Words(["a"] * 4), list[str]()
     place.faults = {"late": lambda: "" if len(place._digests) > 3 - missed else "hit"}
-    drill = Drill(place, 1, lambda words, **_: messages.append(words))
+    drill = Drill(place, 1, lambda words, **_: last_lines.append(words))
     drill.run(0)
     assert (drill.done, place._digests) == (1, ["a"] * (3 - trainings))
-    assert sum("before late: once more" in message for message in messages) == missed
+    assert sum("before late: once more" in message for message in last_lines) == missed
 
 
 def test_a_training_that_is_always_over_before_its_fault_is_too_short() -> None:
@@ -74,8 +74,8 @@ def test_a_training_that_is_always_over_before_its_fault_is_too_short() -> None:
 
 def test_a_command_is_a_fault_and_one_that_fails_is_an_error() -> None:
     assert run_command("true") == "true"
-    with pytest.raises(DrillError, match="ended with 3: nobody is there"):
-        run_command("echo nobody is there; exit 3")
+    with pytest.raises(DrillError, match="ended with 3: no host"):
+        run_command("echo no host; exit 3")
 
 
 def drill(*arguments: str, **more: str) -> None:

@@ -115,7 +115,7 @@ def test_a_launcher_killed_at_any_stage_or_evicted_is_replaced_by_one_that_adopt
                 if request == (verb, plural) and process.poll() is None:
                     requested.set()
                     process.wait(PATIENCE)
-                    return StatusError(500, "nobody listens")
+                    return StatusError(500, "no listener")
                 return None
 
             cluster.server.faults.append(hold)

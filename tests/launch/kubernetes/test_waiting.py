@@ -84,7 +84,7 @@ def test_a_full_volcano_queue_is_reported_with_the_message_of_volcano(
     until(cluster, lambda: cluster.objects.all("jobs"))
     (volcano_job,) = cluster.objects.all("jobs")
     group = {"kind": "PodGroup", "name": f"{FIRST}-{volcano_job['metadata']['uid']}"}
-    event = {"metadata": {"name": "told"}, "involvedObject": group, "message": message}
+    event = {"metadata": {"name": "reported"}, "involvedObject": group, "message": message}
     cluster.objects.create("events", {**event, "type": "Normal", "reason": "Unschedulable"})
     ending = running.end()
     assert ending.code == ExitCode.UNSCHEDULABLE
@@ -94,7 +94,7 @@ def test_a_full_volcano_queue_is_reported_with_the_message_of_volcano(
 def test_a_rendezvous_timeout_names_what_blocks_the_missing_pods(cluster, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
     cluster.set_quota({"pods": "1"})
-    marker = cluster.token.parent / "told"
+    marker = cluster.token.parent / "reported"
     wait = f"import os, sys, time\nwhile not os.path.exists({str(marker)!r}): time.sleep(0.1)\n"
     cluster.kubelet.program = each(f"{wait}sys.exit({int(ExitCode.RENDEZVOUS_TIMEOUT)})", SERVE)
     running = Running(launcher(cluster), job())
@@ -137,7 +137,7 @@ def test_a_queued_job_waits_without_a_timeout_and_logs_it_once(
 
 @pytest.mark.parametrize("when", ["later", "before anybody looks", "before anybody sees the pods go"])
 def test_a_job_that_its_queue_suspends_resumes_as_the_same_job(cluster, tmp_path, when: str) -> None:
-    marker = tmp_path / "told"
+    marker = tmp_path / "reported"
     cluster.kubelet.program = each(SERVE, SERVE)
     running = Running(launcher(cluster), job(scheduler="kueue", queue="q"))
     until(cluster, cluster.jobs)

@@ -45,14 +45,14 @@ class Node:
         os.close(descriptor)
         return self.ranks[number]
 
-    def said(self, number: int) -> list[str]:
+    def lines_of(self, number: int) -> list[str]:
         """The lines that a rank has printed."""
         path = self._folder / f"rank-{number}"
         return path.read_text().splitlines() if path.exists() else []
 
     def wait_for(self, number: int, line: str) -> None:
         """Wait until a rank has printed a line."""
-        wait_until(lambda: line in self.said(number), lambda: f"no {line!r} in {self.said(number)}")
+        wait_until(lambda: line in self.lines_of(number), lambda: f"no {line!r} in {self.lines_of(number)}")
 
     def end(self, seconds: float = 60.0) -> None:
         """End the ranks, and then the agent after its work."""
@@ -92,10 +92,10 @@ def test_copies_of_all_ranks_are_committed_in_order_and_each_rank_gets_its_resul
     node.wait_for(0, "6 done 65536")
     node.wait_for(1, "6 done None")
     for text in ("durable None", "done 65536"):  # a step may be durable before the one before it is committed
-        assert [line for line in node.said(0) if line.endswith(text)] == [f"3 {text}", f"6 {text}"]
+        assert [line for line in node.lines_of(0) if line.endswith(text)] == [f"3 {text}", f"6 {text}"]
     for step in (3, 6):
-        assert node.said(0).index(f"{step} durable None") < node.said(0).index(f"{step} done 65536")
-    assert [line for line in node.said(1) if line != "handed over"] == ["3 done None", "6 done None"]
+        assert node.lines_of(0).index(f"{step} durable None") < node.lines_of(0).index(f"{step} done 65536")
+    assert [line for line in node.lines_of(1) if line != "handed over"] == ["3 done None", "6 done None"]
     for number in range(2):
         assert [node.part(number, step) for step in (3, 6)] == [bits(number, step) for step in (3, 6)]
     assert (node.store / "step-6").read_text() == "{'step': 6} {'a': 'b'}"
@@ -106,7 +106,7 @@ def test_a_failed_save_is_reported_with_its_message_and_later_saves_succeed(node
     (node.store / "refuse-3").touch()
     node.rank(0, 1, 3, 6)
     node.wait_for(0, "6 done 65536")
-    assert "3 failed the folder is away" in node.said(0)
+    assert "3 failed the folder is away" in node.lines_of(0)
     assert not (node.store / "step-3").exists()
 
 
@@ -142,7 +142,7 @@ def test_a_save_after_the_death_of_another_rank_fails_immediately(node: Node) ->
     node.ranks[1].wait(PATIENCE)
     node.rank(0, 2, 3, 6)
     node.wait_for(0, "6 failed step 6: rank 1 ended before its state was copied")
-    assert "3 done 65536" in node.said(0)
+    assert "3 done 65536" in node.lines_of(0)
 
 
 def test_an_agent_that_is_killed_in_mid_save_is_followed_by_one_that_ends_it(node: Node) -> None:
@@ -158,7 +158,7 @@ def test_an_agent_that_is_killed_in_mid_save_is_followed_by_one_that_ends_it(nod
     node.wait_for(1, "6 done None")
     wait_until(lambda: node.keeper.pid != killed)
     assert [node.part(number, 6) for number in range(2)] == [bits(number, 6) for number in range(2)]
-    assert [line for line in node.said(0) if line.startswith("3 done")] == ["3 done 65536"]
+    assert [line for line in node.lines_of(0) if line.startswith("3 done")] == ["3 done 65536"]
 
 
 def test_the_next_agent_commits_a_durable_save_without_its_copy(node: Node) -> None:

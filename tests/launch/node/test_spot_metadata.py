@@ -36,7 +36,7 @@ def test_aws_is_polled_with_a_token_and_returns_action_and_time(metadata: Metada
     assert (notice.words, notice.certain) == ("AWS will terminate it", True)
     assert notice.seconds is not None
     assert 0 < notice.seconds <= 120
-    assert [path for path in metadata.asked if "token" in path] == ["PUT /latest/api/token"]
+    assert [path for path in metadata.requests if "token" in path] == ["PUT /latest/api/token"]
 
 
 def test_a_token_of_aws_that_has_run_out_is_followed_by_another_one(metadata: Metadata) -> None:
@@ -44,7 +44,7 @@ def test_a_token_of_aws_that_has_run_out_is_followed_by_another_one(metadata: Me
     assert cloud.ask() is None
     metadata.token = "token-2"
     assert cloud.ask() is None
-    assert len([path for path in metadata.asked if "token" in path]) == 2
+    assert len([path for path in metadata.requests if "token" in path]) == 2
 
 
 def test_a_rebalance_recommendation_of_aws_is_not_certain(metadata: Metadata) -> None:
@@ -61,8 +61,8 @@ def test_gcp_is_polled_with_the_etag_of_its_last_reply(metadata: Metadata) -> No
     notice = cloud.ask()
     assert notice is not None
     assert notice.seconds == 30
-    assert metadata.asked[0].endswith("/preempted")
-    assert "last_etag=tag%2B0%2F%3D" in metadata.asked[1]
+    assert metadata.requests[0].endswith("/preempted")
+    assert "last_etag=tag%2B0%2F%3D" in metadata.requests[1]
 
 
 def test_a_machine_of_azure_looks_for_itself_among_those_that_an_event_names(metadata: Metadata) -> None:

@@ -40,7 +40,7 @@ def metadata(monkeypatch: pytest.MonkeyPatch) -> Iterator[Metadata]:
 
 
 @pytest.fixture
-def told() -> Iterator[threading.Event]:
+def noticed() -> Iterator[threading.Event]:
     """Set by SIGTERM."""
     came = threading.Event()
     before = signal.signal(signal.SIGTERM, lambda *_: came.set())
@@ -62,14 +62,14 @@ def wait(there: Callable[[], bool]) -> None:
 
 
 def test_a_notice_is_a_sigterm_and_an_event_of_the_launch(
-    metadata: Metadata, told: threading.Event, store: Store
+    metadata: Metadata, noticed: threading.Event, store: Store
 ) -> None:
     metadata.rebalance = True
     with NodeEvents(Place(store.url, "run", 3)) as events, SpotNoticeWatch(events) as watch:
-        wait(lambda: len(metadata.asked) > 5)
-        assert not told.is_set(), "what is only likely ends nothing"
+        wait(lambda: len(metadata.requests) > 5)
+        assert not noticed.is_set(), "what is only likely ends nothing"
         metadata.action = {"action": "stop", "time": TIME}
-        wait(told.is_set)
+        wait(noticed.is_set)
     events = read_events(store, "run")
     message = "node node-7 reclaimed by the cloud, 0 s notice: AWS will stop it"
     assert [event.text for event in events if isinstance(event, NodeReclaimed)] == [message]
@@ -80,12 +80,12 @@ def test_a_notice_is_a_sigterm_and_an_event_of_the_launch(
 
 
 def test_an_unavailable_metadata_service_is_logged_once_and_polled_again(
-    metadata: Metadata, told: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    metadata: Metadata, noticed: threading.Event, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("holdfast.launch.node.spot_notice.AFTER_FAILURE", 0.01)
     metadata.broken, metadata.action = 5, {"action": "stop", "time": TIME}
     with NodeEvents() as events, SpotNoticeWatch(events):
-        wait(told.is_set)
+        wait(noticed.is_set)
     assert len([line for line in caplog.messages if "does not say whether" in line]) == 1
 
 

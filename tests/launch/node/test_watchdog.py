@@ -131,7 +131,7 @@ print("ready", flush=True)
 while sys.argv[2] == "another" and not os.fstat(stacks.fileno()).st_size:
     pass
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
-print("goes on", flush=True)
+print("continues", flush=True)
 while True:
     signal.pause()
 """

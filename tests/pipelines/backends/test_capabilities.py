@@ -89,7 +89,7 @@ def test_an_option_without_effect_is_refused_on_a_cluster_as_well(
         api.request(ROOT / "examples/quickstart.yaml", backend=backend, over=over, options=options)
 
 
-def test_every_capability_is_asked_for_somewhere() -> None:
+def test_every_capability_is_used_somewhere() -> None:
     sources = "".join(path.read_text() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
     for field in fields(Capabilities):
         uses = re.findall(rf"capabilities(?:_of\([^)]*\))?\.{field.name}\b|\"{field.name}\"", sources)

@@ -28,7 +28,7 @@ class Engine:
     name = "argo"
 
     def __init__(self, *states: RunStatus | Exception, has: dict[str, list[str]] | None = None) -> None:
-        self._states, self.has, self.asked = list(states), has or {}, list[str]()
+        self._states, self.has, self.requests = list(states), has or {}, list[str]()
 
     def status(self, _run: str) -> RunStatus:
         state = self._states.pop(0) if len(self._states) > 1 else self._states[0]
@@ -37,7 +37,7 @@ class Engine:
         return state
 
     def logs(self, _run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
-        self.asked.append(step)
+        self.requests.append(step)
         if step not in self.has:
             raise MissingError(f"no log of {step or 'any step'}")
         yield from ((step, line) for line in self.has[step])
@@ -85,7 +85,7 @@ def test_the_engine_is_queried_only_for_steps_without_logs_in_the_store(store: S
     wrote(store, "preprocess", "tokenised\n")
     engine = Engine(ENDED, has={"preprocess": ["a dump"] * 93, "train": ["OOMKilled"]})
     assert lines(store, engine) == ["preprocess: tokenised", "train: OOMKilled"]
-    assert engine.asked == ["train"]
+    assert engine.requests == ["train"]
     engine.has.clear()
     (_, message) = lines(store, engine)
     never = replace(
@@ -114,7 +114,7 @@ def test_following_shows_each_line_once_and_ends_with_the_run(store: Store) -> N
         "train: [holdfast: this process ended without a word; its last seconds may be missing here]",
         "train: again",
     ]
-    assert engine.asked == []
+    assert engine.requests == []
 
 
 def test_an_unreachable_engine_does_not_end_following(store: Store) -> None:
@@ -131,7 +131,7 @@ def test_trials_and_shares_are_parts_of_their_step(store: Store) -> None:
     assert lines(store, engine, "train") == ["train-1: one", "train-2: two"]
     assert lines(store, engine, "train-2") == ["train-2: two"]
     assert lines(store, engine, "tokenise") == ["tokenise-1-4: share"]
-    assert engine.asked == []
+    assert engine.requests == []
 
 
 def test_a_run_without_a_record_is_known_by_what_its_engine_calls_it(store: Store) -> None:
@@ -146,7 +146,7 @@ def test_a_run_that_is_no_sweep_has_no_compare_step(store: Store) -> None:
     engine, step = Engine(ENDED), "compare"
     with pytest.raises(MissingError, match="small is a run and not a sweep: only a sweep has the step compare"):
         list(step_lines(store, RECORD, lambda: (engine, "small-1"), step))
-    assert engine.asked == []
+    assert engine.requests == []
     sweep = replace(RECORD, trials=(("training.seed=1",), ("training.seed=2",)))
     wrote(store, step, "first\n")
     assert list(step_lines(store, sweep, lambda: (engine, "small-1"), step)) == [(step, "first")]

@@ -70,7 +70,7 @@ def test_on_argo_the_best_is_registered_with_what_it_changed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("over", "said"),
+    ("over", "message"),
     [
         (["training.steps"], "is not FIELD=VALUE"),
         (["training.steps=10,"], "is not FIELD=VALUE"),
@@ -82,8 +82,8 @@ def test_on_argo_the_best_is_registered_with_what_it_changed() -> None:
         (["training.stepz=1,2"], "stepz"),
     ],
 )
-def test_an_invalid_sweep_is_refused_with_a_message(over: list[str], said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_an_invalid_sweep_is_refused_with_a_message(over: list[str], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         grid(SPEC, over)
 
 

@@ -63,17 +63,17 @@ def test_a_field_of_a_wrong_type_or_without_a_schema_is_reported(kind: str, path
     assert named in problem
 
 
-@pytest.mark.parametrize(("code", "said"), [(500, AWAY), (403, ROOM)], ids=["webhook", "quota"])
+@pytest.mark.parametrize(("code", "message"), [(500, AWAY), (403, ROOM)], ids=["webhook", "quota"])
 def test_a_server_that_refuses_an_object_counts_as_reachable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, message: str
 ) -> None:
     monkeypatch.setattr(validating, "PATIENCE", 1.0)
     job = objects_for(training_job(load_spec(SPEC), "run", 1, "s3://b"))
     with Emulation(tmp_path / "cluster") as cluster:
-        cluster.server.faults.append(lambda verb, plural: StatusError(code, said))
+        cluster.server.faults.append(lambda verb, plural: StatusError(code, message))
         kubeconfig = cluster.kubeconfig(tmp_path / "kubeconfig")
         monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(kubeconfig))
         validation = validate(job, NAMESPACE)
     assert validation.by == f"the API server {cluster.server.url}"
     (problem,) = validation.problems
-    assert said in problem
+    assert message in problem

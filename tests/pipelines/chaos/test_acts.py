@@ -112,7 +112,7 @@ def test_a_full_disk_affects_only_processes_on_it(tmp_path: Path) -> None:
         with own.full():
             assert ask(process, str(folder / "two")) == "ENOSPC"
             assert ask(process, str(folder / "one")) == "ENOSPC"
-            assert ask(process, str(tmp_path / "beside")) == str(Path.cwd())
+            assert ask(process, str(tmp_path / "neighbor")) == str(Path.cwd())
             (folder / "outside").write_bytes(b"x" * 8192)
         assert ask(process, str(folder / "two")) == str(Path.cwd())
         assert not (folder / "two").exists()

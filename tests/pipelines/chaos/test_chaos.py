@@ -105,7 +105,7 @@ def test_a_command_is_repeated_while_its_exit_code_is_retryable(
 def test_a_difference_is_named_and_what_the_runs_left_is_kept(
     spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trained(asked: compare.Chaos, site: compare._Site, salt: str, *_: object) -> tuple[object, ...]:
+    def trained(experiment: compare.Chaos, site: compare._Site, salt: str, *_: object) -> tuple[object, ...]:
         folder, url = site.folder, site.url
         assert url == (tmp_path / "store" / folder.name).as_uri()  # the user's folders are not used
         side = write(open_store(url), salt, [3, 6], *([] if salt == "calm" else [5]))
@@ -131,7 +131,9 @@ def test_a_difference_is_named_and_what_the_runs_left_is_kept(
 def test_a_fault_for_which_there_was_no_time_may_come_in_another_storm(
     storms: int, code: ExitCode, spec: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def trained(_asked: compare.Chaos, site: compare._Site, salt: str, planned: Any, *_: Any) -> tuple[object, ...]:
+    def trained(
+        _experiment: compare.Chaos, site: compare._Site, salt: str, planned: Any, *_: Any
+    ) -> tuple[object, ...]:
         folder = site.folder
         result = TrainingResult(
             run_id=salt, dataset_id="d", step=6, loss=1.0, tokens=1, parameters=1, checkpoint="", export="",
@@ -166,13 +168,13 @@ def followed(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def led(run: Run, planned: Sequence[Planned], *others: Any) -> list[Survived]:
         *leading, report = others
 
-        def told(what: Planned | Survived | int) -> None:
+        def recorded(what: Planned | Survived | int) -> None:
             report(what)
             if planned and isinstance(what, int):
                 hold(spec.parent, what + AHEAD)
 
         hold(spec.parent, AHEAD if planned else sys.maxsize)
-        return original_go(run, planned, *leading, told)
+        return original_go(run, planned, *leading, recorded)
 
     monkeypatch.setattr(Run, "go", led)
     monkeypatch.setattr(faults, "WORKER", HELD)

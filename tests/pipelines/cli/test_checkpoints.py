@@ -40,7 +40,7 @@ def holdfast(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return warm.run(command, environment(folder), folder)
 
 
-def asked(store: Store, tmp_path: Path, *arguments: str, code: int = 0) -> str:
+def output_of(store: Store, tmp_path: Path, *arguments: str, code: int = 0) -> str:
     """The output of `holdfast checkpoints`, which must exit with `code`."""
     result = holdfast(tmp_path, *arguments, "--store", store.url)
     assert result.returncode == code, result.stderr
@@ -48,7 +48,7 @@ def asked(store: Store, tmp_path: Path, *arguments: str, code: int = 0) -> str:
 
 
 def as_json(store: Store, tmp_path: Path, *arguments: str, code: int = 0) -> Any:
-    return json.loads(asked(store, tmp_path, *arguments, "--json", code=code))
+    return json.loads(output_of(store, tmp_path, *arguments, "--json", code=code))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -59,7 +59,7 @@ def test_every_command_of_the_group_shows_an_example(command: str) -> None:
 
 
 def test_the_list_and_a_page_of_one(saved: Store, tmp_path: Path) -> None:
-    listing = asked(saved, tmp_path, "list", RUN)
+    listing = output_of(saved, tmp_path, "list", RUN)
     assert "one of the newest 3" in listing
     output = as_json(saved, tmp_path, "list", RUN)
     assert [(checkpoint["step"], checkpoint["attempt"], checkpoint["kept"]) for checkpoint in output] == [
@@ -67,17 +67,17 @@ def test_the_list_and_a_page_of_one(saved: Store, tmp_path: Path) -> None:
         (6, 1, ["one of the newest 3"]),
     ]
     assert output[1]["fresh"] < output[1]["bytes"]
-    page = asked(saved, tmp_path, "show", f"{RUN}@6")
+    page = output_of(saved, tmp_path, "show", f"{RUN}@6")
     assert output[1]["state_digest"] in page
     assert "matrix" in page and "[7, 5]" in page
     assert as_json(saved, tmp_path, "show", RUN)["step"] == 6  # the newest
 
 
 def test_a_missing_checkpoint_is_reported_with_the_existing_ones(saved: Store, tmp_path: Path) -> None:
-    assert "it has: 3, 6" in asked(saved, tmp_path, "verify", f"{RUN}@4", code=15)
-    assert f"{RUN}@6" in asked(saved, tmp_path, "show", f"{RUN}@last", code=2)
+    assert "it has: 3, 6" in output_of(saved, tmp_path, "verify", f"{RUN}@4", code=15)
+    assert f"{RUN}@6" in output_of(saved, tmp_path, "show", f"{RUN}@last", code=2)
     for command in ("list", "gc"):
-        output = " ".join(asked(saved, tmp_path, command, f"{RUN}@6", code=2).replace("│", " ").split())
+        output = " ".join(output_of(saved, tmp_path, command, f"{RUN}@6", code=2).replace("│", " ").split())
         assert f"write {RUN}. To show the checkpoint: holdfast checkpoints show {RUN}@6" in output
 
 
@@ -86,13 +86,13 @@ def test_verify_names_the_object_and_the_tensor_and_ends_with_13(tmp_path: Path)
     writer = checkpointer(store)
     save(writer, 3)
     save(writer, 6)
-    whole_run = asked(store, tmp_path, "verify", RUN)
+    whole_run = output_of(store, tmp_path, "verify", RUN)
     assert "step 3: intact" in whole_run and "step 6: intact" in whole_run
     key, start = pack_of(store, 6)
     data = bytearray(store.get(key))
     data[start] ^= 1
     store.put(key, bytes(data))
-    output = asked(store, tmp_path, "verify", RUN, code=13)
+    output = output_of(store, tmp_path, "verify", RUN, code=13)
     assert "step 3: intact" in output
     assert "step 6: DAMAGED" in output
     assert f"{key} (matrix)" in output
@@ -126,8 +126,8 @@ def test_diff_exits_with_6_and_prints_the_first_differing_element(tmp_path: Path
     changed = state(3)
     changed["matrix"].view(torch.int32)[2, 1] += 2
     save(checkpointer(other), 3, whole(changed))
-    assert "equal: both have the state digest" in asked(store, tmp_path, "diff", RUN, f"{RUN}@3")
-    output = asked(store, tmp_path, "diff", RUN, RUN, "--other-store", other.url, code=6)
+    assert "equal: both have the state digest" in output_of(store, tmp_path, "diff", RUN, f"{RUN}@3")
+    output = output_of(store, tmp_path, "diff", RUN, RUN, "--other-store", other.url, code=6)
     assert "1 of 35" in output and "[2, 1]" in output
     comparison = as_json(store, tmp_path, "diff", RUN, RUN, "--other-store", other.url, code=6)
     assert comparison["equal"] is False
@@ -145,7 +145,7 @@ def test_a_checkpoint_exported_for_torch_is_imported_as_a_new_run(saved: Store, 
     shapes = parameter_shapes(parse_spec(spec.read_text()).model, 300)
     store = open_store(f"file://{tmp_path / 'store'}")
     save(checkpointer(store), 3, whole({name: torch.randn(shape) for name, shape in shapes.items()}))
-    asked(store, tmp_path, "export", RUN, str(tmp_path / "dcp"), "--to", "dcp")
+    output_of(store, tmp_path, "export", RUN, str(tmp_path / "dcp"), "--to", "dcp")
     arguments = ["import", str(spec), str(tmp_path / "dcp"), "--from", "dcp", "--step", "3", "--set", "training.seed=5"]
     result = holdfast(tmp_path, *arguments, "--store", store.url, "--json")
     assert result.returncode == 0, result.stderr
@@ -165,28 +165,28 @@ def test_a_pin_protects_and_is_listed_until_it_is_removed(tmp_path: Path) -> Non
     store = open_store(f"file://{tmp_path / 'store'}")
     writer = checkpointer(store, keep_last=1)
     save(writer, 1)
-    asked(store, tmp_path, "pin", f"{RUN}@1", "--reason", "the figures")
+    output_of(store, tmp_path, "pin", f"{RUN}@1", "--reason", "the figures")
     save(writer, 2)
     assert list(checkpoint_times(store, RUN)) == [1, 2]
-    assert "pinned by person: the figures" in asked(store, tmp_path, "list", RUN)
+    assert "pinned by person: the figures" in output_of(store, tmp_path, "list", RUN)
     writer_of_five = checkpointer(store, 1, keep_last=9)
     for step in (3, 4, 5):
         save(writer_of_five, step)
     rehearsed = as_json(store, tmp_path, "gc", RUN, "--dry-run")
     assert rehearsed["steps"] == [2]  # three newest by default, and the pinned one
-    would = asked(store, tmp_path, "gc", RUN, "--dry-run")
+    would = output_of(store, tmp_path, "gc", RUN, "--dry-run")
     assert would.startswith("would delete the checkpoint of step 2, and what nothing else needs: ")
     assert "nothing was deleted" in would
     changed = read_run(store, RUN).changed
-    assert asked(store, tmp_path, "gc", RUN).startswith("deleted the checkpoint of step 2, and what")
-    assert asked(store, tmp_path, "gc", RUN).startswith("deleted nothing: retention keeps every checkpoint")
-    asked(store, tmp_path, "pin", f"{RUN}@4")
-    asked(store, tmp_path, "unpin", f"{RUN}@4")
-    asked(store, tmp_path, "pin", f"{RUN}@5")
+    assert output_of(store, tmp_path, "gc", RUN).startswith("deleted the checkpoint of step 2, and what")
+    assert output_of(store, tmp_path, "gc", RUN).startswith("deleted nothing: retention keeps every checkpoint")
+    output_of(store, tmp_path, "pin", f"{RUN}@4")
+    output_of(store, tmp_path, "unpin", f"{RUN}@4")
+    output_of(store, tmp_path, "pin", f"{RUN}@5")
     assert read_run(store, RUN).changed == changed  # the run itself wrote nothing
     assert list(checkpoint_times(store, RUN)) == [1, 3, 4, 5]
-    asked(store, tmp_path, "unpin", f"{RUN}@5")
-    asked(store, tmp_path, "unpin", f"{RUN}@1")
-    assert "is not pinned by person" in asked(store, tmp_path, "unpin", f"{RUN}@1", code=15)
+    output_of(store, tmp_path, "unpin", f"{RUN}@5")
+    output_of(store, tmp_path, "unpin", f"{RUN}@1")
+    assert "is not pinned by person" in output_of(store, tmp_path, "unpin", f"{RUN}@1", code=15)
     save(writer, 6)
     assert list(checkpoint_times(store, RUN)) == [6]

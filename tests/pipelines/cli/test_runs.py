@@ -152,26 +152,26 @@ def test_resume_ignores_a_submission_refused_for_its_plan(spec: Path, tmp_path: 
             summary = {"status": "failed", "exit_code": code, "ended": time.time()}
             store.put(layout.run(made["run_id"], "summary.json"), json.dumps(summary).encode())
 
-        def asked_for(made: dict[str, Any]) -> list[int]:
+        def resources_of(made: dict[str, Any]) -> list[int]:
             parameters = kubeflow.runs[made["run"]["id"]]["runtime_config"]["parameters"]
             checked = parse_spec(parameters["spec"], parameters["overrides"])
             return [checked.training.micro_batch, parameters["replan"]]
 
         submit = ("run", spec, "--backend", "kubeflow", "--endpoint", kubeflow.endpoint, "--json")
         submission = json.loads(holdfast(*submit).stdout)
-        first = asked_for(submission)
+        first = resources_of(submission)
         ended(submission, 203)
         for size in (1, 2):  # two, one after the other
             refused = json.loads(holdfast(*submit, "--set", f"training.micro_batch={size}").stdout)
-            assert (refused["run_id"], asked_for(refused)) == (submission["run_id"], [size, False])
+            assert (refused["run_id"], resources_of(refused)) == (submission["run_id"], [size, False])
             ended(refused, ExitCode.PLAN_CHANGED)
         command = ("resume", submission["run_id"], "--store", store.url, "--json")
         replanned = json.loads(holdfast(*command, "--replan").stdout)
-        assert asked_for(replanned) == [2, True]
+        assert resources_of(replanned) == [2, True]
         ended(replanned, ExitCode.PLAN_CHANGED)
         for _ in range(2):
             output = json.loads(holdfast(*command).stdout)
-            assert asked_for(output) == first
+            assert resources_of(output) == first
             ended(output, 203)
 
 
@@ -308,7 +308,7 @@ def test_a_list_without_a_backend_takes_that_of_the_environment_or_of_the_endpoi
         assert json.loads(holdfast("runs", "--endpoint", kubeflow.endpoint, "--json").stdout) == []
         monkeypatch.setenv("HOLDFAST_BACKEND", "kubeflow")
         monkeypatch.setenv("KFP_ENDPOINT", kubeflow.endpoint)
-        with pytest.raises(KubeflowRefusedError, match="In single-user mode, a namespace"):  # so it was asked
+        with pytest.raises(KubeflowRefusedError, match="In single-user mode, a namespace"):  # so it was queried
             holdfast("runs", "--namespace", "ann")
 
 

@@ -90,14 +90,14 @@ class Cluster:
         self.denied: set[str] = set()  # "verb resource"
         self.forbidden: set[str] = set()  # paths that answer 403
         self.status = 200  # of every answer
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
         cluster = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 path = urlsplit(self.path).path.rstrip("/")
-                cluster.asked.append(f"GET {path}")
+                cluster.requests.append(f"GET {path}")
                 if cluster.status != 200:
                     self.answer(cluster.status, {})
                 elif path in cluster.forbidden:
@@ -108,7 +108,7 @@ class Cluster:
                     self.answer(404, {"kind": "Status"})
 
             def do_POST(self) -> None:
-                cluster.asked.append(f"POST {self.path}")
+                cluster.requests.append(f"POST {self.path}")
                 review = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 if "/pods?" in self.path:
                     assert "dryRun=All" in self.path

@@ -47,7 +47,7 @@ def test_the_doctor_looks_at_the_cluster_that_a_launcher_here_would_use(
     finding = next(iter(doctor.examine()))
     assert Api.of_this_process().host == "https://127.0.0.1:9"
     assert "https://127.0.0.1:9" in finding.message
-    assert cluster.asked == []
+    assert cluster.requests == []
 
 
 def command(tmp_path: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:

@@ -48,7 +48,7 @@ def test_permissions_are_checked_for_the_kubeflow_account_if_it_runs_the_steps(c
     for name in ("holdfast-launcher", "holdfast-step", "holdfast-notify", "holdfast-train"):
         del cluster.objects[f"{ACCOUNT}/{name}"]
     cluster.objects[f"{ACCOUNT}/default-editor"] = {}
-    assert examined(spec_with()) == {}, "its pod, too, is asked for with that account"
+    assert examined(spec_with()) == {}, "its pod, too, is created with that account"
     assert cluster.users == {"system:serviceaccount:team:default-editor"}
 
 
@@ -71,7 +71,7 @@ def test_the_account_that_kubeflow_gives_its_runs_must_be_in_the_namespace(
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("message", "words"),
     [
         (
             'pods "x" is forbidden: violates PodSecurity "restricted:latest": unrestricted capabilities',
@@ -84,12 +84,12 @@ def test_the_account_that_kubeflow_gives_its_runs_must_be_in_the_namespace(
         ),
     ],
 )
-def test_an_admission_refusal_of_a_pod_is_reported_with_the_remedy(cluster: Cluster, said: str, words: str) -> None:
+def test_an_admission_refusal_of_a_pod_is_reported_with_the_remedy(cluster: Cluster, message: str, words: str) -> None:
     assert examined(spec_with()) == {}
-    cluster.refusal = said
+    cluster.refusal = message
     findings = examined(spec_with())["pod admission"]
     assert [finding.outcome for finding in findings] == ["fail", "fail"]
-    assert all(said.partition(": ")[2] in finding.message and words in finding.remedy for finding in findings)
+    assert all(message.partition(": ")[2] in finding.message and words in finding.remedy for finding in findings)
 
 
 def test_settings_and_secrets_are_looked_for_by_key_and_no_value_is_shown(cluster: Cluster) -> None:

@@ -64,7 +64,7 @@ def everything_missing(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "overrides",
     [
         None,
         {"scheduler": "kueue", "queue": "holdfast", "priority_class": "holdfast-high"},
@@ -73,13 +73,13 @@ def everything_missing(cluster: Cluster) -> None:
     ],
 )
 def test_a_file_that_is_to_be_applied_makes_the_object_that_is_missing(
-    cluster: Cluster, asked: dict[str, str] | None
+    cluster: Cluster, overrides: dict[str, str] | None
 ) -> None:
     served = {path: cluster.objects[path] for path in cluster.objects if re.fullmatch(r"/apis/[^/]+(/v\w+)?", path)}
     everything_missing(cluster)
     cluster.objects |= served
     count = 0
-    for finding in doctor.examine(spec_with(**asked) if asked else None, everything=asked is None):
+    for finding in doctor.examine(spec_with(**overrides) if overrides else None, everything=overrides is None):
         missing = re.search(r"(?:no \S+ |service account )'([\w-]+)'", f"{finding.message}")
         if finding.outcome == "ok" or missing is None or finding.check not in doctor.examine.__globals__["CHECKS"]:
             continue
@@ -90,7 +90,7 @@ def test_a_file_that_is_to_be_applied_makes_the_object_that_is_missing(
             manifests = yaml.safe_load_all((ROOT / file[1]).read_text(encoding="utf-8"))
             assert missing[1] in {manifest["metadata"]["name"] for manifest in manifests if manifest}
             count += 1
-    assert count >= (0 if asked and "mine" in asked.values() else 2)
+    assert count >= (0 if overrides and "mine" in overrides.values() else 2)
 
 
 def test_a_plain_run_in_a_kubeflow_profile_gets_no_warning_on_volcano_kueue_or_trainer_2(cluster: Cluster) -> None:

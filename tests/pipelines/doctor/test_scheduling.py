@@ -35,7 +35,7 @@ def test_a_healthy_cluster_has_no_failed_check(cluster: Cluster) -> None:
         "gang scheduling", "volcano actions", "volcano queue", "kueue queue", "permissions", "service accounts",
         "priority class", "store", "mlflow",
     }  # fmt: skip
-    assert all(request.startswith("GET") or request.endswith("/subjectaccessreviews") for request in cluster.asked)
+    assert all(request.startswith("GET") or request.endswith("/subjectaccessreviews") for request in cluster.requests)
     assert cluster.users == {"system:serviceaccount:team:holdfast-launcher"}
 
 

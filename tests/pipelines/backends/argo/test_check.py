@@ -94,11 +94,11 @@ def test_emitted_objects_have_no_dangling_references() -> None:
     assert check(RIGHT) == []
 
 
-@pytest.mark.parametrize(("broken", "said"), BREAKS.values(), ids=BREAKS.keys())
-def test_a_reference_to_nothing_is_reported(broken: Callable[[Objects], object], said: str) -> None:
+@pytest.mark.parametrize(("broken", "message"), BREAKS.values(), ids=BREAKS.keys())
+def test_a_reference_to_nothing_is_reported(broken: Callable[[Objects], object], message: str) -> None:
     objects = copy.deepcopy(RIGHT)
     broken(objects)
-    assert any(said in problem for problem in check(objects)), check(objects)
+    assert any(message in problem for problem in check(objects)), check(objects)
 
 
 def test_objects_with_dangling_references_are_not_emitted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_a_failed_trigger_reaches_the_exit_handler_too(folder: Path) -> None:
 
 
 def test_a_file_that_is_added_retrains_the_next_time(first: Workflow, folder: Path) -> None:
-    (folder / "corpus/new.txt").write_text("a story that nobody told before, about the sea and a ship\n" * 40)
+    (folder / "corpus/new.txt").write_text("a story that is new, about the sea and a ship\n" * 40)
     namespace = argo(folder)
     namespace.instead = {"preprocess": [16], "notify": [0]}  # the rest is tested above
     second = namespace.fire(NAME)

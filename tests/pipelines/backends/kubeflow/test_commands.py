@@ -151,7 +151,7 @@ def test_a_step_that_is_none_is_a_usage_error(there: KubeflowServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "environment", "code", "said"),
+    ("arguments", "environment", "code", "message"),
     [
         (["show", "--steps", "abc"], {}, 15, "KFP_ENDPOINT"),
         (["show", "--steps", "abc", "--endpoint", "http://127.0.0.1:9"], {}, 203, "does not answer"),
@@ -164,7 +164,7 @@ def test_a_step_that_is_none_is_a_usage_error(there: KubeflowServer) -> None:
     ],
 )
 def test_a_command_failure_has_an_exit_code_and_no_traceback(
-    tmp_path: Path, arguments: list[str], environment: dict[str, str], code: int, said: str
+    tmp_path: Path, arguments: list[str], environment: dict[str, str], code: int, message: str
 ) -> None:
     result = subprocess.run(
         [sys.executable, "-c", "from holdfast.pipelines.backends.kubeflow import connection; connection.PAUSE = 0\n"
@@ -172,7 +172,7 @@ def test_a_command_failure_has_an_exit_code_and_no_traceback(
         env={"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **environment},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (result.returncode, said in result.stderr) == (code, True), result.stderr
+    assert (result.returncode, message in result.stderr) == (code, True), result.stderr
     assert "Traceback" not in result.stderr
 
 

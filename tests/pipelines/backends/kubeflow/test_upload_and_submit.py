@@ -232,7 +232,7 @@ def test_a_login_page_is_not_followed(kubeflow: KubeflowServer) -> None:
 
 def test_a_refusal_has_the_message_of_the_server(kubeflow: KubeflowServer) -> None:
     with pytest.raises(KubeflowRefusedError, match="single-user mode"):
-        submit(connect(kubeflow, namespace="somebody"), WANTED)
+        submit(connect(kubeflow, namespace="another"), WANTED)
 
 
 def test_several_users_keep_to_their_namespaces() -> None:

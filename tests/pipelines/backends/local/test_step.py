@@ -63,26 +63,26 @@ def test_a_step_whose_worker_is_killed_gets_a_shutdown_request(tmp_path: Path) -
         step = psutil.Process(int(starter.stdout.readline().removeprefix("[train] ")))
         starter.kill()
         step.wait(60)
-    assert (tmp_path / "left").read_text() == "asked to leave"
+    assert (tmp_path / "left").read_text() == "stopped"
 
 
-@pytest.mark.parametrize("asked", ["before", "by a signal", "by the end of its maker"])
-def test_a_stopped_run_runs_only_its_exit_handler(asked: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", ["before", "by a signal", "by the end of its maker"])
+def test_a_stopped_run_runs_only_its_exit_handler(stopped: str, tmp_path: Path) -> None:
     (outcomes := tmp_path / worker.OUTCOMES_FOLDER).mkdir()
     spec = dump_spec(parse_spec("{name: a, data: {sources: [{uri: 'file:///nowhere/*.txt'}]}}"))
     worker.Request(spec, tmp_path.as_uri()).write(tmp_path)
     command = [sys.executable, "-m", worker.__name__, str(tmp_path)]
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
-    if asked == "before":
+    if stopped == "before":
         worker.request_stop(tmp_path)
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
     ) as process:
         assert process.stdin is not None
-        if asked == "by the end of its maker":
+        if stopped == "by the end of its maker":
             process.stdin.close()
             process.stdin = None
-        elif asked == "by a signal":
+        elif stopped == "by a signal":
             while not psutil.Process(process.pid).children():
                 assert process.poll() is None
             process.send_signal(signal.SIGTERM)

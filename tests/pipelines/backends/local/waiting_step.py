@@ -15,7 +15,7 @@ def wait(*_: object) -> int:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     print(os.getpid(), flush=True)
     signal.sigwait([signal.SIGTERM])
-    Path(os.environ["LEFT"]).write_text("asked to leave")
+    Path(os.environ["LEFT"]).write_text("stopped")
     return 0
 
 

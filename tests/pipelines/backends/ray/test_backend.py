@@ -38,7 +38,7 @@ class FakeJobs(Jobs):
 
     def end(self, identity: str, state: str, code: int = 0) -> None:
         """End a job."""
-        self.known[identity] = RayJob(identity, state, "it said so", code, name="small")
+        self.known[identity] = RayJob(identity, state, "it reports so", code, name="small")
 
     def all(self) -> list[RayJob]:
         return list(self.known.values())

@@ -177,8 +177,8 @@ def test_ray_runs_every_task_again_that_was_lost_within_the_budget(
 ) -> None:
     options_by_name: dict[str, dict[str, Any]] = {}
 
-    def options(**asked: Any) -> SimpleNamespace:
-        options_by_name[asked["name"]] = asked
+    def options(**options: Any) -> SimpleNamespace:
+        options_by_name[options["name"]] = options
         return SimpleNamespace(remote=lambda *_: "reference")
 
     room = SimpleNamespace(is_ready=lambda **_: True, place=lambda: None)

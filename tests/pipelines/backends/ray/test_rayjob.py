@@ -104,12 +104,12 @@ def test_its_image_is_the_one_that_is_built_for_ray_unless_the_spec_names_anothe
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("cluster.steps.preprocess.memory=128Gi", "is more than a node has"),
         ("cluster.steps.evaluate.cpu=32", "is more than a node has"),
     ],
 )
-def test_a_request_that_a_rayjob_cluster_does_not_support_is_refused(override: str, said: str) -> None:
-    with pytest.raises(SpecError, match=said):
+def test_a_request_that_a_rayjob_cluster_does_not_support_is_refused(override: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
         made(EXAMPLES[0], override)

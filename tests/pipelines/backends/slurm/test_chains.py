@@ -41,7 +41,7 @@ def test_a_training_stays_visible_after_slurm_forgets_the_preceding_step(home: P
     open_store(url).put(layout.job(f"{key}-6", "preprocess"), outcome.as_json())
     folder_of(key).mkdir(parents=True)
     for log in ("preprocess-2", "preprocess-6", "preprocess-12", "train-7"):
-        (folder_of(key) / f"{log}.log").write_text(f"said by {log}\n")
+        (folder_of(key) / f"{log}.log").write_text(f"printed by {log}\n")
     slurm = Slurm(url)
     status = slurm.status("abc")
     assert (status.id, status.state) == (f"{key}-6", "RUNNING")
@@ -49,7 +49,7 @@ def test_a_training_stays_visible_after_slurm_forgets_the_preceding_step(home: P
         ("preprocess", "SUCCEEDED"), ("train", "RUNNING"), ("evaluate", "PENDING"), ("register", "PENDING"),
         ("notify", "PENDING"),
     ]  # fmt: skip
-    assert list(slurm.logs("abc")) == [("preprocess", "said by preprocess-6"), ("train", "said by train-7")]
+    assert list(slurm.logs("abc")) == [("preprocess", "printed by preprocess-6"), ("train", "printed by train-7")]
     assert [run.id for run in slurm.list()] == [f"{key}-6"]
 
 
@@ -68,7 +68,7 @@ def test_two_chains_of_one_run_are_distinguished_without_their_first_jobs(home: 
 
 
 @pytest.mark.parametrize(
-    ("told", "state", "message"),
+    ("codes", "state", "message"),
     [
         ({"preprocess": 0}, "CANCELED", "train: is not known to have begun, and Slurm has forgotten it"),
         ({"preprocess": 0, "train": 0}, "CANCELED", "evaluate: is not known to have begun, and Slurm has forgotten it"),
@@ -76,15 +76,15 @@ def test_two_chains_of_one_run_are_distinguished_without_their_first_jobs(home: 
         ({"preprocess": 0, "train": 0, "evaluate": 0, "register": 0}, "SUCCEEDED", ""),
         ({}, "CANCELED", "preprocess: is not known to have begun, and Slurm has forgotten it"),
     ],
-    ids=["cancelled while it waited", "evaluation never began", "failed", "ended well", "nothing said"],
+    ids=["cancelled while it waited", "evaluation never began", "failed", "ended well", "no report"],
 )
 def test_a_run_known_by_its_exit_handler_alone_succeeds_only_if_all_outcomes_do(
-    home: Path, told: dict[str, int], state: str, message: str
+    home: Path, codes: dict[str, int], state: str, message: str
 ) -> None:
     url = (home / "store").as_uri()
     key = f"abc-{store_mark(url)}"
     knows(home, JOB.format(number=10, key=key, step="notify", state="COMPLETED"))
-    for start, (step, code) in enumerate(told.items()):
+    for start, (step, code) in enumerate(codes.items()):
         outcome = Outcome(step, 1, float(start), start + 1.0, code, "no text" if code else "", "done")
         open_store(url).put(layout.job(f"{key}-6", step), outcome.as_json())
     status = Slurm(url).status("abc")

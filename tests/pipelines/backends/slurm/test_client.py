@@ -30,14 +30,14 @@ def test_a_machine_without_slurm_commands_gets_a_remedy(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("printed", "told"),
+    ("printed", "logged"),
     [
         ("sacct: unrecognized option '--starttime=now-30days'", True),
         ("Slurm accounting storage is disabled", False),
     ],
 )
 def test_a_refusal_of_sacct_is_logged_once_and_disabled_accounting_is_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, printed: str, told: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture, printed: str, logged: bool
 ) -> None:
     client._warn_sacct_refused.cache_clear()
     for name, script in (("squeue", "true"), ("sacct", f'echo "{printed}" >&2; exit 1')):
@@ -46,7 +46,7 @@ def test_a_refusal_of_sacct_is_logged_once_and_disabled_accounting_is_not(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     for _ in range(2):
         assert client.jobs_of() == []
-    assert caplog.text.count("sacct refuses access: " + printed) == told
+    assert caplog.text.count("sacct refuses access: " + printed) == logged
 
 
 @pytest.mark.parametrize("waited_for", ["Dependency", "None"])

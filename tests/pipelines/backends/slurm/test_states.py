@@ -18,7 +18,7 @@ def job(state: str, reason: str = "", code: int = 0, restarts: int = 0) -> Batch
 
 
 @pytest.mark.parametrize(
-    ("found", "state", "said"),
+    ("found", "state", "message"),
     [
         (job("PENDING", "Dependency"), "PENDING", "waits for the step before it"),
         (job("PENDING", "BeginTime", restarts=2), "PENDING", "comes back in a moment; requeued 2 times"),
@@ -34,9 +34,9 @@ def job(state: str, reason: str = "", code: int = 0, restarts: int = 0) -> Batch
     ],
     ids=str,
 )  # fmt: skip
-def test_the_state_of_a_job_has_a_readable_text(found: BatchJob, state: str, said: str) -> None:
+def test_the_state_of_a_job_has_a_readable_text(found: BatchJob, state: str, message: str) -> None:
     assert state_of(found) == state
-    assert message_of(found) == said
+    assert message_of(found) == message
 
 
 def test_the_message_of_a_step_follows_its_exit_code() -> None:

@@ -91,7 +91,7 @@ def test_two_concurrent_writers_of_a_known_dataset_both_succeed(home: Path, stor
     assert len(connect().get_run(bare).inputs.dataset_inputs) == 1
 
 
-def register_two_at_once(store: Store, finish: Finish) -> str:
+def register_two_concurrently(store: Store, finish: Finish) -> str:
     """Two blessed models race on the tracking server: one becomes champion, the other is compared with it first."""
     finish()
     finish(made.OTHER)  # each was blessed while no champion existed
@@ -115,7 +115,7 @@ def register_two_at_once(store: Store, finish: Finish) -> str:
 def test_one_of_two_concurrently_registered_models_is_champion_and_the_other_needs_comparison(
     home: Path, store: Store, finish: Finish
 ) -> None:
-    register_two_at_once(store, finish)
+    register_two_concurrently(store, finish)
 
 
 def test_two_concurrent_promotions_record_the_same_former_champion(home: Path, store: Store) -> None:
