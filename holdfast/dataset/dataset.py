@@ -221,10 +221,12 @@ class Dataset:
             places.append(f"{self.manifest.sources[number].uri} at tokens {spans}")
         return "; ".join(places)
 
-    def validation(self, context: int, max_tokens: int, rows: int = READ_ROWS) -> Iterator[NDArray[np.int64]]:
+    def validation(
+        self, context: int, max_tokens: int, rows: int = READ_ROWS, *, every_answer: bool = False
+    ) -> Iterator[NDArray[np.int64]]:
         """Held-out text in order: int64 [n <= rows, context + 1], with at most `max_tokens` targets in total, but at
         least one sample. Sources share them by size. Every call gives the same tokens. Of preferences, the chosen
-        answers count, and of unpaired answers the desirable ones.
+        answers count, and of unpaired answers the desirable ones, unless `every_answer` counts.
 
         Raises DataError if there is not a single sample.
         """
@@ -244,7 +246,7 @@ class Dataset:
         bounds = np.cumsum([0, *counts]) * count // total  # whole samples, `count` together
         samples = self._validation(streams, np.diff(bounds).tolist(), context, rows)
         select = {"preferences": only_chosen, "unpaired": only_desirable}.get(self.kind)
-        return samples if select is None else map(select, samples)
+        return samples if select is None or every_answer else map(select, samples)
 
     def validation_documents(self) -> Iterator[Tokens]:
         """The held-out text documents in order, source by source, without their end-of-text tokens."""

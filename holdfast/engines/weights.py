@@ -13,6 +13,7 @@ import torch
 
 from holdfast.checkpoint import TensorBox
 from holdfast.checkpoint.root import UnfitError
+from holdfast.model.decoder import SCORE
 from holdfast.model.hugging_face import open_weights, require_fit
 from holdfast.model.initialise import BLOCK, initial_slice
 from holdfast.model.lora import is_adapter
@@ -65,6 +66,10 @@ class ImportedState:
         self._weights = open_weights(location, cache_dir())
         require_fit(self._weights, model, vocabulary)
 
+    def has(self, name: str) -> bool:
+        """Whether the weights have a tensor. Of all tensors, only a scalar head may be missing."""
+        return not name.endswith(SCORE) or SCORE in self._weights.shapes
+
     def fill(self, boxes: Sequence[TensorBox]) -> None:
         """See FirstState."""
         for box in boxes:
@@ -80,15 +85,16 @@ class ImportedState:
 
 
 class AdaptedState:
-    """Imported weights with new adapters."""
+    """Imported weights with new adapters, and with a new head if they have another one."""
 
-    def __init__(self, base: FirstState, adapters: FirstState) -> None:
-        self._base, self._adapters = base, adapters
+    def __init__(self, base: ImportedState, new: FirstState) -> None:
+        self._base, self._new = base, new
 
     def fill(self, boxes: Sequence[TensorBox]) -> None:
         """See FirstState."""
-        self._base.fill([box for box in boxes if not is_adapter(box.name)])
-        self._adapters.fill([box for box in boxes if is_adapter(box.name)])
+        is_new = {box.name: is_adapter(box.name) or not self._base.has(box.name) for box in boxes}
+        self._base.fill([box for box in boxes if not is_new[box.name]])
+        self._new.fill([box for box in boxes if is_new[box.name]])
 
 
 def require_left_out_taken(names: Iterable[str], boxes: Sequence[TensorBox]) -> None:

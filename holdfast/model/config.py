@@ -540,7 +540,17 @@ def config(shape: Model, vocabulary: int, end_id: int) -> dict[str, Any]:
         **family.fixed,
         **_of_mixture(shape, family),
     }
+    if shape.head == "scalar":
+        settings["architectures"] = [_scalar(shape.family)]
+        settings |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}  # one number
     return settings | _rope_keys(shape) | _keys_of_some(shape)
+
+
+def _scalar(family: str) -> str:
+    """The architecture of a family with a scalar head in place of the tokens'."""
+    if family == "gemma3_text":
+        return "Gemma3TextForSequenceClassification"
+    return _FAMILIES[family].architecture.replace("ForCausalLM", "ForSequenceClassification")
 
 
 def _rope_keys(shape: Model) -> dict[str, Any]:
@@ -612,6 +622,10 @@ def _family(path: str, settings: Mapping[str, Any]) -> tuple[str, _Family]:
         raise DataError(f"{path}: model_type is {shown(name)}; only {', '.join(_FAMILIES)} can be read")
     family = _FAMILIES[name]
     architectures = settings.get("architectures") or [family.architecture]
+    if architectures == [_scalar(name)]:
+        if len(settings.get("id2label") or "01") != 1:
+            raise DataError(f"{path}: is a classifier of several labels; only a scalar head (one label) can be read")
+        return name, family
     if architectures != [family.architecture]:
         kinds = [names[entry] for entry in architectures if entry in names]
         remedy = f"; that is of model_type {kinds[0]}" if kinds else f", and {', '.join(names)} can be read"
@@ -633,6 +647,7 @@ def _shape(path: str, family: str, settings: Mapping[str, Any]) -> Model:
     values = {field: settings.get(key, default) for field, (key, default) in _SHAPE_KEYS.items()}
     values["context"] = _own(path, settings).get("context", values["context"])
     values["family"] = family
+    values["head"] = "scalar" if settings.get("architectures") == [_scalar(family)] else "tokens"
     values |= _read_mixture(path, family, settings)
     if values["head_dim"] and values["heads"] and values["head_dim"] * values["heads"] == values["hidden"]:
         values["head_dim"] = None

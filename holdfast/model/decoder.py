@@ -113,6 +113,9 @@ def rotate(x_BHTK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
 # ruff: noqa: N803, N806, N815 - shape suffixes are upper case
 
 
+SCORE = "score.weight"  # name of a scalar head
+
+
 def document_ids(tokens_BT: Tensor, end_of_text: int) -> Tensor:
     """Number the documents packed into each sequence: [B, T], from 0. An end-of-text token belongs to the document
     that it ends."""
@@ -390,7 +393,9 @@ class Decoder(nn.Module):
         self.local_segments: Callable[[Segments], Any] = lambda segments: segments  # what attention on this rank takes
         self.add_up: Callable[[Tensor], Tensor] | None = None  # sums counts over the ranks with the other positions
         self.model = Trunk(shape, vocabulary)
-        self.lm_head = None if shape.tie_embeddings else Linear(shape.hidden, vocabulary, bias=False)
+        scalar = shape.head == "scalar"
+        self.lm_head = None if shape.tie_embeddings or scalar else Linear(shape.hidden, vocabulary, bias=False)
+        self.score = Linear(shape.hidden, 1, bias=False) if scalar else None
         for name in ("cos_TK", "sin_TK", *(("local_cos_TK", "local_sin_TK") if shape.preset.local_rope else ())):
             self.register_buffer(name, torch.empty(shape.context, shape.rotary_width), persistent=False)
         self.reset_buffers()
@@ -431,8 +436,10 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Logits [B, T, V]. With targets, their cross-entropy in nats, fp32, over the targets that are not IGNORED:
         the mean, the sum, or each of [B, T] (`reduction`), without the logits of all tokens. See `hidden` for the
-        remaining parameters."""
+        remaining parameters. A scalar head gives one number for each token instead: fp32 [B, T]."""
         x_BTD, unevenness_B = self._hidden(tokens_BT, segments, cache)
+        if self.score is not None:
+            return self.score(x_BTD)[..., 0].float()
         return self.head(x_BTD) if targets_BT is None else self.loss(x_BTD, targets_BT, reduction, unevenness_B)
 
     def loss(

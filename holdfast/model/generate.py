@@ -30,6 +30,8 @@ def generate(
     Temperature 0 takes the likeliest token. An empty prompt begins a new text. Of a prompt longer than the context, the
     end is used. Raises DataError for an empty prompt if the model has no end-of-text token.
     """
+    if decoder.score is not None:
+        raise DataError("a model with a scalar head gives rewards and writes no text; use one that predicts tokens")
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False).ids
     if not prompt_ids:
         if decoder.end_of_text is None:

@@ -52,7 +52,7 @@ def empty_on(devices: Sequence[torch.device], shape: Model, vocabulary: int, end
         place = devices[index * len(devices) // layers]
         layer.to_empty(device=place)
         _bring_inputs(layer, place)
-    for module in (decoder.model.embed_tokens, decoder.model.norm, decoder.lm_head):
+    for module in (decoder.model.embed_tokens, decoder.model.norm, decoder.lm_head, decoder.score):
         if module is not None:
             module.to_empty(device=devices[0])
     _bring_inputs(decoder.model.norm, devices[0])

@@ -110,7 +110,7 @@ def flops_per_token(model: Model, vocabulary: int, context: int | None = None) -
         )
         // model.experts
     )
-    if model.tie_embeddings:
+    if model.tie_embeddings and model.head == "tokens":
         multiplied += vocabulary * model.hidden
     length = context or model.context
     seen = sum(min(layer.window or length, length) for layer in model.layer_shapes())  # by a token, over all layers

@@ -1,4 +1,4 @@
-"""Objectives of preference pairs: DPO and ORPO.
+"""Objectives of preference pairs: DPO, ORPO and the ranking loss of reward models.
 
 In a row of a preference dataset, every even document is a chosen answer. The next document is the rejected answer to
 the same prompt. Formulas are those of `trl`.
@@ -74,6 +74,27 @@ class OddsRatio:
         assert batch.documents is not None
         of_chosen = torch.where(batch.documents % 2 == 0, given.losses.float(), 0.0).sum()
         return torch.stack((of_chosen, pairs.total(-F.logsigmoid(odds)), *_metrics(pairs, margin)))
+
+
+class RewardModel:
+    """Pairwise ranking loss of a model with a scalar head (Ouyang et al. 2022): -log sigmoid of the difference of the
+    rewards. The reward of an answer is the number at its last token."""
+
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    terms: tuple[str, ...] = ("pair_loss", "reward_accuracy", "reward_margin")
+    weights: tuple[float, ...] = (1.0,)
+
+    def counts(self, rows: Tensor) -> Tensor:
+        """See Objective."""
+        return counted_pairs(rows).expand(3)
+
+    def sums(self, given: ObjectiveInputs, batch: MicroBatch) -> Tensor:
+        """See Objective. The model gives a number for each token, in place of its loss."""
+        is_last = torch.zeros_like(batch.marks, dtype=torch.bool)
+        is_last[:, 1:] = batch.marks[:, :-1] & ENDS != 0
+        pairs = Pairs.of(torch.where(is_last, given.losses.float(), 0.0), batch)
+        margin = pairs.chosen - pairs.rejected
+        return torch.stack((pairs.total(-F.logsigmoid(margin)), *_metrics(pairs, margin)))
 
 
 class Pairs(NamedTuple):

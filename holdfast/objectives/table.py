@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.objectives.interface import Objective
 from holdfast.objectives.next_token import NextToken
-from holdfast.objectives.preference import DirectPreference, OddsRatio
+from holdfast.objectives.preference import DirectPreference, OddsRatio, RewardModel
 from holdfast.objectives.unpaired import UnpairedPreference
 from holdfast.spec import Spec
 from holdfast.spec.rules.training import OBJECTIVES
@@ -12,8 +12,10 @@ from holdfast.spec.training import ObjectiveName, Training
 
 
 def objective_of(spec: Spec) -> ObjectiveName:
-    """The objective of a spec: the one that it names, or the first one of its data."""
+    """The objective of a spec: the one that it names, or that of its head and data."""
     named = spec.training.objective
+    if named == "auto" and spec.model.head == "scalar":
+        return "reward"
     return OBJECTIVES[spec.data.kind][0] if named == "auto" else named
 
 
@@ -25,6 +27,8 @@ def build_objective(name: ObjectiveName, training: Training) -> Objective:
             return DirectPreference(settings.beta)
         case "orpo":
             return OddsRatio(settings.beta)
+        case "reward":
+            return RewardModel()
         case "kto":
             return UnpairedPreference(settings.beta, settings.desirable_weight, settings.undesirable_weight)
     return NextToken()

@@ -60,7 +60,8 @@ def score_model(
 
     Raises DataError without held-out text.
     """
-    rows = _held_out(dataset, model.decoder.shape.context, max_tokens, "score")
+    scalar = model.decoder.score is not None
+    rows = _held_out(dataset, model.decoder.shape.context, max_tokens, "score", every_answer=scalar)
     scores = score(
         model.decoder,
         rows,
@@ -78,16 +79,19 @@ def score_champion(
     devices: Sequence[torch.device],
     context: int | None = None,
     tasks: Sequence[TaskFiles] = (),
+    head: str = "tokens",
 ) -> tuple[Measured, str]:
     """Score a champion on the candidate's text and on `tasks`. Returns the metrics and a sentence on how it read the
     text.
 
-    The text is that of `dataset.validation(context, max_tokens)`; the default context is the champion's. The champion
-    attends within documents if it was trained with document masks. Raises MissingError when the champion no longer
-    exists, and DataError without held-out text.
+    The text is that of `dataset.validation(context, max_tokens)`; the default context is the champion's. `head` is the
+    candidate's (`model.head`). The champion attends within documents if it was trained with document masks. Raises
+    MissingError when the champion no longer exists, and DataError without held-out text or for another head.
     """
     store = open_store(champion.store_url)
     model = ExportedModel.load(store, champion.export, devices, champion.export_digest)
+    if model.decoder.shape.head != head:
+        raise DataError(f"its head is for {model.decoder.shape.head}, and this model's is for {head}")
     context = context or model.decoder.shape.context
     rows, note = _same_text(dataset, max_tokens, context, model)
     size = max(model.decoder.vocabulary, vocabulary_size(model.tokenizer_json))
@@ -103,7 +107,7 @@ def score_champion(
 
 def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedModel) -> tuple[Iterator[Tokens], str]:
     """The candidate's held-out targets in the champion's tokens and context."""
-    rows = _held_out(dataset, context, max_tokens, "champion")
+    rows = _held_out(dataset, context, max_tokens, "champion", every_answer=model.decoder.score is not None)
     our_tokenizer, their_context = dataset.tokenizer_json(), model.decoder.shape.context
     if model.tokenizer_json == our_tokenizer:
         if their_context == context:
@@ -122,9 +126,9 @@ def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedM
     return retokenised, "Scored on the same text in its own tokens: its tokenizer is another one."
 
 
-def _held_out(dataset: Dataset, context: int, max_tokens: int, phase: str) -> Iterator[Tokens]:
+def _held_out(dataset: Dataset, context: int, max_tokens: int, phase: str, *, every_answer: bool) -> Iterator[Tokens]:
     """`dataset.validation`, with progress reports."""
-    rows = dataset.validation(context, max_tokens)
+    rows = dataset.validation(context, max_tokens, every_answer=every_answer)
     total, done = min(max_tokens, dataset.tokens("validation")), 0
     with ConsoleProgress() as progress:
         for batch in rows:

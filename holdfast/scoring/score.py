@@ -16,10 +16,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from holdfast.corpus.encode import load_tokenizer, settled
-from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ENDS, ID, NO_TOKEN, UNCOUNTED
 from holdfast.model.attention.segments import Segments
 from holdfast.model.decoder import Decoder, numbered
 from holdfast.model.token_logprobs import CHUNK, token_logprobs
+from holdfast.objectives.interface import ObjectiveInputs
+from holdfast.objectives.micro_batches import micro_batches
+from holdfast.objectives.preference import RewardModel
 from holdfast.scoring.verdict import Measured
 from holdfast.spec.errors import DataError
 
@@ -42,6 +45,8 @@ def score(
 ) -> Measured:
     """Mean cross-entropy over the counted targets of `rows` ([n, T + 1] each: inputs [:, :-1], targets [:, 1:]).
 
+    A model with a scalar head is scored on the pairs of `rows` instead (see `RewardModel`): the loss is their mean.
+
     - `token_bytes`: UTF-8 bytes of each token.
     - `prepended_bytes`: those of them that are not text where the token begins a document.
     - `document_masks`: attention stays inside a document, as in training. Documents end with the end-of-text token, or
@@ -50,6 +55,8 @@ def score(
     Raises DataError without any target.
     """
     device = decoder.model.embed_tokens.weight.device
+    if decoder.score is not None:
+        return _score_pairs(decoder, rows, token_bytes, device)
     nats, tokens, text_bytes = 0.0, 0, 0
     for row in (part for batch in rows for part in _affordable(batch, decoder)):
         marked = bool((row > ID).any())
@@ -79,6 +86,31 @@ def score(
         bits_per_byte=nats / math.log(2) / text_bytes if text_bytes else math.nan,
         tokens=tokens,
         text_bytes=text_bytes,
+    )
+
+
+def _score_pairs(decoder: Decoder, rows: Iterable[Tokens], token_bytes: Tokens, device: torch.device) -> Measured:
+    """The mean ranking loss of the pairs of `rows`, and the share of them in the right order."""
+    objective, sums, pairs, tokens, text_bytes = RewardModel(), torch.zeros(3, dtype=torch.float64), 0, 0, 0
+    for row in (part for batch in rows for part in _affordable(batch, decoder)):
+        marked = torch.from_numpy(np.ascontiguousarray(row))
+        for batch in micro_batches(marked, len(marked), NO_TOKEN, device):
+            rewards = decoder(batch.tokens, segments=batch.segments)
+            sums += objective.sums(ObjectiveInputs(rewards), batch).double().cpu()
+        pairs += int(objective.counts(marked)[0])
+        is_counted = (row[:, 1:] & UNCOUNTED) == 0
+        tokens += int(is_counted.sum())
+        text_bytes += int(token_bytes[(row[:, 1:] & ID)[is_counted]].sum())
+    if not pairs:
+        raise DataError("no pair is held out; hold out more of them (data.validation_fraction)")
+    loss = float(sums[0]) / pairs
+    return Measured(
+        loss=loss,
+        perplexity=math.exp(min(loss, 700)),
+        bits_per_byte=float(sums[0]) / math.log(2) / text_bytes if text_bytes else math.nan,
+        tokens=tokens,
+        text_bytes=text_bytes,
+        reward_accuracy=float(sums[1]) / pairs,
     )
 
 

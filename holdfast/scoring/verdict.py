@@ -56,12 +56,13 @@ class Measured(Record):
     bits_per_byte: float  # of the text's UTF-8
     tokens: int  # targets scored
     text_bytes: int  # UTF-8 bytes of the scored text
+    reward_accuracy: float | None = None  # of a reward model: the share of pairs in the right order
     tasks: tuple[TaskScore, ...] = ()
 
     @property
     def figures(self) -> dict[str, float | int]:
         """All metrics by name; a task's is `task.NAME.METRIC`."""
-        own: dict[str, float | int] = self.model_dump(exclude={"tasks"})
+        own: dict[str, float | int] = self.model_dump(exclude={"tasks"}, exclude_none=True)
         return own | {f"task.{task.task}.{task.metric}": task.value for task in self.tasks}
 
 

@@ -250,6 +250,11 @@ class Model(Section):
     query_key_norm: bool = Field(False, description="Norms of queries and keys, per head (glm4_moe).")
     norm_epsilon: float = Field(1e-5, gt=0, lt=1, description="Epsilon of RMSNorm.")
     tie_embeddings: bool = Field(True, description="Use the token embedding as the output head.")
+    head: Literal["tokens", "scalar"] = Field(
+        "tokens",
+        description="`tokens`: the model predicts the next token. `scalar`: it gives one number for each text, as a "
+        "reward model does (`training.objective: reward`). Its weights are new if `init_from` has none.",
+    )
     init_std: float = Field(0.02, gt=0, description="Standard deviation of the initial weights.")
     init_from: str | None = Field(
         None,

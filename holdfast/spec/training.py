@@ -98,7 +98,7 @@ class LossScale(Section):
     )
 
 
-ObjectiveName = Literal["next_token", "dpo", "orpo", "kto"]
+ObjectiveName = Literal["next_token", "dpo", "orpo", "reward", "kto"]
 Adapted = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -161,11 +161,12 @@ class Training(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer, description="How gradients update weights.")
     schedule: Schedule = Field(default_factory=Schedule, description="The learning-rate schedule.")
     lora: Lora = Field(default_factory=Lora, description="Training of adapters instead of the weights.")
-    objective: Literal["auto", "next_token", "dpo", "orpo", "kto"] = Field(
+    objective: Literal["auto", "next_token", "dpo", "orpo", "reward", "kto"] = Field(
         "auto",
         description="What a step minimizes. `auto`: next_token for text and chat, dpo for preferences, kto for "
         "unpaired. `dpo`: direct preference optimization. `orpo`: the chosen answers and an odds ratio, without a "
-        "reference model. `kto`: single answers with labels (Kahneman-Tversky).",
+        "reference model. `reward`: the ranking loss of a reward model (`model.head: scalar`). `kto`: single answers "
+        "with labels (Kahneman-Tversky).",
     )
     preference: Preference = Field(default_factory=Preference, description="How preferences are learned.")
     gradient_compression: Literal["none", "fp16", "bf16", "powersgd", "topk"] = Field(

@@ -3,9 +3,9 @@
 `trl.json` was written by trl 1.16.0 with torch 2.13 on a CPU, in an environment outside the project. Random
 log-probabilities of 3 chosen and 3 rejected answers (`lengths` tokens) under a model and a reference model are passed
 to `DPOTrainer._compute_loss`, `KTOTrainer._compute_loss` (with `kl_policy` and `kl_reference` for the mismatched
-answers) and `ORPOTrainer.odds_ratio_loss`. Stubs take the place of the models, and return these numbers as log_probs.
-The gradient is that of the loss with respect to each token's log-probability. Of `trl`, ORPO's cross-entropy also
-counts the prompt; here it is the mean over the chosen answers' tokens.
+answers), `ORPOTrainer.odds_ratio_loss` and `RewardTrainer.compute_loss` (rewards). Stubs take the place of the models,
+and return these numbers. The gradient is that of the loss with respect to each token's log-probability. ORPO's
+cross-entropy of `trl` also counts the prompt; here it is the mean over the chosen answers' tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.dataset.vocabulary import ENDS, UNCOUNTED, UNDESIRABLE
 from holdfast.model.token_logprobs import IGNORED
 from holdfast.objectives.interface import Objective, ObjectiveInputs, count_terms, metrics_of, weighted
 from holdfast.objectives.micro_batches import micro_batches
-from holdfast.objectives.preference import DirectPreference, OddsRatio
+from holdfast.objectives.preference import DirectPreference, OddsRatio, RewardModel
 from holdfast.objectives.unpaired import UnpairedPreference, divergence_of, divergence_sums, mismatched
 
 TRL: dict[str, Any] = json.loads(Path(__file__).with_name("trl.json").read_text(encoding="utf-8"))
@@ -110,6 +110,25 @@ def test_kto_is_that_of_trl_with_the_divergence_of_the_whole_batch(beta: float, 
         UnpairedPreference(beta, *weights), rows_of(groups, undesirable), groups, divergence_of(sums), size=2
     )
     check(found, TRL[f"kto {beta} {weights[0]} {weights[1]}"])
+
+
+def test_the_ranking_loss_of_a_reward_model_is_that_of_trl() -> None:
+    expected, groups = TRL["reward"], [[0, 3, 1, 4], [2, 5]]
+    rows = rows_of(groups)
+    (batch,) = micro_batches(rows, 9, -1, CPU)
+    numbers = torch.full(batch.targets.shape, 1e3)
+    last = (rows[:, :-1] & ENDS != 0).nonzero(as_tuple=True)
+    order = [n for group in groups for n in group]
+    numbers[last] = torch.tensor([expected["rewards"][n] for n in order])
+    numbers.requires_grad_()
+    values = RewardModel().sums(ObjectiveInputs(numbers), batch) / count_terms(RewardModel(), rows)
+    weighted(RewardModel(), values).backward()
+    assert numbers.grad is not None
+    gradient = dict(zip(order, numbers.grad[last].tolist(), strict=True))
+    metrics = {name: float(value) for name, value in metrics_of(RewardModel(), values).items()}
+    check((metrics["pair_loss"], metrics, [[gradient[n]] for n in range(6)]),
+          {name: value for name, value in expected.items() if name != "rewards"}
+          | {"gradient": [[x] for x in expected["gradient"]]})  # fmt: skip
 
 
 def test_answers_move_to_the_next_prompt_of_their_row() -> None:

@@ -32,6 +32,7 @@ PAIRS = (
     "training.preference.beta=0.5",
 )  # fmt: skip
 ODDS = ("training.objective=orpo",)
+REWARD = ("model.head=scalar",)
 LABELS = ("data.kind=unpaired", "training.preference.undesirable_weight=1.5")
 LORA = ("training.lora.rank=3", "training.lora.alpha=6", 'training.lora.targets=["q_proj", "v_proj", "down_proj"]')
 BETA, RATE, STEPS, CONTEXT = 0.5, 0.02, 3, 16
@@ -46,6 +47,8 @@ LAYOUTS = (
     (2, ("parallel.strategy=fsdp", "training.determinism=elastic")),
     (1, ("parallel.strategy=ddp", *ODDS)),
     (2, ("parallel.strategy=fsdp", *ODDS)),
+    (1, ("parallel.strategy=ddp", *REWARD)),
+    (2, ("parallel.strategy=fsdp", *REWARD, "training.determinism=elastic")),
     (1, ("parallel.strategy=ddp", *LABELS, *LORA)),
     (2, ("parallel.strategy=ddp", *LABELS, "training.micro_batch=1")),
     (2, ("parallel.strategy=fsdp", *LABELS, "training.determinism=elastic")),
@@ -91,6 +94,9 @@ def loss_of(decoder: Decoder, before: Decoder, rows: Tensor, spec: Spec) -> Tens
     """The loss of a step, from every answer alone."""
     found = answers(rows)
     log_sigmoid = torch.nn.functional.logsigmoid
+    if spec.model.head == "scalar":
+        rewards = torch.stack([decoder(tokens[None])[0, -1] for tokens, _ in found])
+        return -log_sigmoid(rewards[::2] - rewards[1::2]).mean()
     policy = torch.stack([log_probability(decoder, *answer) for answer in found])
     with torch.no_grad():
         judged = torch.stack([log_probability(before, *answer) for answer in found])
@@ -209,12 +215,12 @@ def test_the_loss_is_the_sum_over_the_pairs_of_the_paper_and_what_is_no_pair_add
 
 @pytest.mark.drill
 def test_every_layout_computes_the_loss_of_the_paper(tmp_path: Path) -> None:
-    expected = {overrides: reference(*overrides) for overrides in ((), LORA, ODDS, LABELS, (*LABELS, *LORA))}
+    expected = {overrides: reference(*overrides) for overrides in ((), LORA, ODDS, REWARD, LABELS, (*LABELS, *LORA))}
     for size in (1, 2):
         runs = [fields for ranks, fields in LAYOUTS if ranks == size]
         results = zip(*in_ranks(size, _steps, tmp_path / str(size), runs, seconds=300), strict=True)
         for fields, ranks in zip(runs, results, strict=True):
-            part_of = (ODDS, LABELS, LORA)
+            part_of = (ODDS, REWARD, LABELS, LORA)
             curve, weights = expected[tuple(field for kind in part_of if kind[0] in fields for field in kind)]
             for losses, boxes in ranks:
                 torch.testing.assert_close(losses, curve, rtol=1e-4, atol=0)

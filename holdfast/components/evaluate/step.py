@@ -306,7 +306,9 @@ def _oppose(
         note = f"The {opponent} is this very run: there is nothing to compare."
     else:
         try:
-            measured, note = score_champion(champion, dataset, spec.evaluation.max_tokens, devices, context, tasks)
+            measured, note = score_champion(
+                champion, dataset, spec.evaluation.max_tokens, devices, context, tasks, spec.model.head
+            )
         except (MissingError, DataError) as error:
             if spec.evaluation.unscorable_champion == "refuse":
                 raise UnscorableChampionError(

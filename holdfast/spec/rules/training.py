@@ -251,11 +251,13 @@ def check_warmup(spec: Spec) -> Iterator[Problem]:
         )
 
 
+SCALAR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma3_text", "olmo2", "olmo3")
+
 # The objectives of each kind of data; the first is that of `training.objective: auto`.
 OBJECTIVES: Mapping[str, tuple[ObjectiveName, ...]] = {
     "text": ("next_token",),
     "chat": ("next_token",),
-    "preferences": ("dpo", "orpo"),
+    "preferences": ("dpo", "orpo", "reward"),
     "unpaired": ("kto",),
 }
 
@@ -274,7 +276,18 @@ def check_preferences(spec: Spec) -> Iterator[Problem]:
             f"use data.kind: {' or '.join(kinds)}, or objective: {' or '.join(fitting)}",
         )
         return
-    used = fitting[0] if objective == "auto" else objective
+    scalar = spec.model.head == "scalar"
+    used = ("reward" if scalar else fitting[0]) if objective == "auto" else objective
+    if scalar != (used == "reward") or (scalar and kind != "preferences"):
+        yield Problem(
+            "model.head",
+            spec.model.head,
+            f"does not fit the objective {used} (data.kind: {kind})",
+            "use data.kind: preferences, or head: tokens" if scalar else "use scalar, or another training.objective",
+        )
+        return
+    if scalar:
+        yield from _check_reward(spec)
     fields = {"dpo": ("beta",), "orpo": ("beta",), "kto": tuple(type(preference).model_fields)}.get(used, ())
     for name, field in type(preference).model_fields.items():
         if name not in fields and (value := getattr(preference, name)) != field.default:
@@ -287,7 +300,7 @@ def check_preferences(spec: Spec) -> Iterator[Problem]:
             )
     if kind not in ("preferences", "unpaired"):
         return
-    if spec.model.init_from is None and used != "orpo":
+    if spec.model.init_from is None and used not in ("orpo", "reward"):
         yield Problem(
             "model.init_from", None, "is missing, and preferences are measured against those weights", "name them"
         )
@@ -295,6 +308,24 @@ def check_preferences(spec: Spec) -> Iterator[Problem]:
 
 
 NF4_BLOCK = 64  # as in holdfast.model.nf4
+
+
+def _check_reward(spec: Spec) -> Iterator[Problem]:
+    """A reward model trains its head, writes no text, and is of a family with such a class in `transformers`."""
+    if spec.model.family not in SCALAR_FAMILIES:
+        yield Problem(
+            "model.family",
+            spec.model.family,
+            "has no class for a scalar head in transformers",
+            f"use {', '.join(SCALAR_FAMILIES)}",
+        )
+    for field, value, reason in (
+        ("training.lora.rank", spec.training.lora.rank, "would not train the scalar head"),
+        ("evaluation.tasks", spec.evaluation.tasks, "need a model that predicts tokens"),
+        ("evaluation.prompts", spec.evaluation.prompts, "need a model that predicts tokens"),
+    ):
+        if value:
+            yield Problem(field, None, f"{reason} (training.objective: reward)", "remove it")
 
 
 def check_adapters(spec: Spec) -> Iterator[Problem]:
