@@ -316,6 +316,10 @@ def test_packed_documents_are_computed_as_if_each_were_alone(name: str) -> None:
     # Positions of a document alone start at 0: rotation depends on differences only.
     alone = torch.cat([model(part) for part in tokens.split([10, 21, 17], dim=1)], dim=1)
     assert (packed - alone).abs().max() <= 1e-4 * alone.abs().max()
+    cache = [LayerCache() for _ in range(model.shape.layers)]  # and one token at a time
+    cached = [model(tokens[:, :5], cache=cache)] + [model(tokens[:, at : at + 1], cache=cache) for at in range(5, 20)]
+    whole = model(tokens[:, :20])
+    assert (torch.cat(cached, dim=1) - whole).abs().max() <= 1e-4 * whole.abs().max()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -76,7 +76,10 @@ def _attention_plan(layer: Layer) -> dict[str, ParallelStyle]:
         "self_attn.v_proj": ColwiseParallel(),
         "self_attn.o_proj": RowwiseParallel(output_layouts=SEQUENCE),
     }
-    plan |= {name: SequenceParallel() for name, part in layer.named_children() if isinstance(part, nn.RMSNorm)}
+    norms = [name for name, part in layer.named_children() if isinstance(part, nn.RMSNorm)]
+    after = layer.post_feedforward_layernorm is not None  # then these two are added to the residual stream
+    local = ("post_attention_layernorm", "post_feedforward_layernorm") if after else ()
+    plan |= {name: SequenceParallel(use_local_output=name in local) for name in norms}
     norm = layer.self_attn.q_norm
     if norm is not None:  # queries and keys, each head separately, [B, T, H, K], or the whole width, [B, T, D]
         own_heads = _OfWholeWidth if isinstance(norm, WholeNorm) else _of_own_heads
@@ -161,7 +164,7 @@ def _of_own_heads() -> ParallelStyle:
 
 
 class _OfWholeWidth(ParallelStyle):
-    """A norm over the whole width. Each rank has the weights of its own part of the width."""
+    """A norm over the whole width. Each rank has the weights of its part."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, WholeNorm)
