@@ -20,11 +20,12 @@ CONVERSATION_VERSION = 3  # the same for conversations and preferences only
 
 
 def identify(spec: Spec) -> str:
-    """The dataset id of a spec: 16 hexadecimal digits. Hashes the sources without tokenization.
+    """The dataset id of a spec: 16 hexadecimal digits. Hashes the sources without tokenization. Empty for a training
+    script, which reads its own data.
 
     Raises MissingError, AccessDeniedError or DataError if a source cannot be found or read.
     """
-    return identity_of(spec, resolve(spec.data))
+    return identity_of(spec, resolve(spec.data)) if spec.data.sources else ""
 
 
 def identity_of(spec: Spec, sources: Sequence[ResolvedSource]) -> str:

@@ -95,10 +95,13 @@ def draw_training(
     charts += [_where_time_goes(rows), *accelerator_charts(events)]
     step = int(rows[-1]["step"]) if rows else 0
     tiles = [("Training loss", f"{loss[-1][1]:.4f}", "nats a token, the last step")] if loss else []
-    if result:
+    if "parameters" in result:
         tiles.append(("Parameters", number(result["parameters"]), "trained"))
-    tokens = BatchSizes.of(spec.training).before(step) * spec.model.context
-    tiles.append(("Tokens", number(tokens), f"in {step:,} steps"))
+    if spec.train.script is None:
+        tokens = BatchSizes.of(spec.training).before(step) * spec.model.context
+        tiles.append(("Tokens", number(tokens), f"in {step:,} steps"))
+    else:
+        tiles.append(("Steps", f"{step:,}", "done"))
     attempts = len({event.attempt for event in events if isinstance(event, AttemptBegan)})
     tiles.append(("Attempts", str(result.get("attempts", attempts)), "gangs that formed"))
     if speed:

@@ -57,12 +57,16 @@ FAN_OUT_EDGES = (
 
 
 def edges_of(spec: Spec) -> tuple[Edge, ...]:
-    """The edges of the DAG of a spec."""
+    """The edges of the DAG of a spec. A training script is the only step of its DAG."""
+    if spec.train.script is not None:
+        return ()
     return EDGES if spec.data.fan_out == 1 else FAN_OUT_EDGES
 
 
 def start_of(spec: Spec) -> str:
     """The first step of the DAG of a spec without a retraining check."""
+    if spec.train.script is not None:
+        return "train"
     return START if spec.data.fan_out == 1 else FAN_OUT_START
 
 

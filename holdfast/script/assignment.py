@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from holdfast.spec import Spec
 from holdfast.spec.errors import DataError
 from holdfast.spec.operations import Telemetry
 from holdfast.spec.training import Anomalies, Checkpoint
@@ -33,6 +34,22 @@ class ScriptAssignment(BaseModel):
     checkpoint: Checkpoint
     telemetry: Telemetry
     anomalies: Anomalies = Anomalies()  # for the retention of checkpoints; a script has none
+
+    @classmethod
+    def of(cls, spec: Spec, run_id: str) -> ScriptAssignment:
+        """The assignment of a spec with a script."""
+        return cls(
+            run_id=run_id,
+            determinism=spec.train.determinism,
+            restart_on=spec.train.restart_on,
+            log_every=spec.train.log_every,
+            processes=spec.parallel.processes,
+            threads=spec.parallel.threads,
+            nodes=spec.cluster.nodes.max,
+            accelerator=spec.cluster.accelerator,
+            checkpoint=spec.checkpoint,
+            telemetry=spec.telemetry,
+        )
 
     @classmethod
     def recorded(cls, record: Mapping[str, Any], source: str) -> ScriptAssignment:

@@ -16,12 +16,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.fsdp  # noqa: F401 - a script would import it in each rank after it was forked
-import torch.distributed.rendezvous as torch_rendezvous
 
 from holdfast.code import fetch_code
 from holdfast.collectives import noticing_lost_peers
@@ -147,7 +147,8 @@ def _failure(raised: Exception, entry: Path, restart_on: str) -> BaseException:
 def _meet_by_file() -> None:
     """Have `init_process_group` of the script use the meeting point of the launch: without an open port on one
     node."""
-    handlers: dict[str, Any] = torch_rendezvous._rendezvous_handlers
+    # The package has a function of the same name.
+    handlers: dict[str, Any] = import_module("torch.distributed.rendezvous")._rendezvous_handlers
     by_environment = handlers["env"]
 
     def meet(url: str, timeout: timedelta = dist.default_pg_timeout, **named: Any) -> Iterator[tuple[Any, int, int]]:

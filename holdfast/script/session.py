@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.checkpoint import (
     Attempt,
@@ -395,7 +396,7 @@ class ManagedSession(Session):
         self._stack.enter_context(closing(self._checkpointer))
         if self._checkpointer.near_start is not None:  # no checkpoint yet
             self._checkpointer.save(start, self._state.saved(self._state.live()), {})
-        hook = torch.optim.optimizer.register_optimizer_step_pre_hook(self._before_update)
+        hook = register_optimizer_step_pre_hook(self._before_update)
         self._stack.callback(hook.remove)
 
     def _before_update(self, *_: object) -> None:

@@ -144,3 +144,9 @@ class Data(Section):
         ge=1,
         le=256,
     )
+
+
+class NoData(Data):
+    """The section of a spec whose training script reads its own data."""
+
+    sources: tuple[Source, ...] = ()

@@ -14,6 +14,7 @@ from typing import Any
 from blake3 import blake3
 from pydantic import BaseModel
 
+from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.section import Role, Section, role_of
 from holdfast.spec.tree import Spec
 
@@ -50,7 +51,10 @@ def fields_of(section: BaseModel, role: Role = "identity") -> dict[str, Any]:
 def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "") -> str:
     """The identity of a training run. `salt` (from `--fresh`) creates a different run with the same inputs.
     `first_weights` is the digest of the weights that `model.init_from` names, and replaces their location."""
+    if spec.train.script is not None:
+        return _script_run_id(spec, salt)
     fields, model = fields_of(spec), spec.model
+    fields.pop("train")  # run ids are older than the field
     # A default that is written out makes no other run.
     fields["model"] |= {"kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width}
     fields["model"]["layer_pattern"] = list(model.layer_kinds)
@@ -69,3 +73,11 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         fields["grain"] = spec.training.micro_batch
         fields["loss_chunk"] = spec.training.loss_chunk
     return digest({"version": DATA_PLANE_VERSION, "dataset": dataset_id, "spec": fields, "salt": salt})
+
+
+def _script_run_id(spec: Spec, salt: str) -> str:
+    """The identity of a run of a training script: its code and its arguments."""
+    if spec.code is None:
+        remedy = "load the spec from its file, next to the script"
+        raise SpecError([Problem("train.script", spec.train.script, "is a script that was not read", remedy)])
+    return digest({"script": fields_of(spec.train), "code": spec.code, "salt": salt})

@@ -309,6 +309,32 @@ class Parallel(Section):
         return "deepspeed" if self.strategy.startswith("zero") else "torch"
 
 
+class Script(Section):
+    """A training script of your own, in place of Holdfast's training loop."""
+
+    script: str | None = Field(
+        None,
+        pattern=r"^[^:]+\.py$",
+        description="The script: a Python file, relative to the folder of the spec. The `*.py` files of its folder "
+        "travel with it. It uses `holdfast.session()`, see [Your own code](your-own-code.md).",
+    )
+    arguments: tuple[str, ...] = Field((), max_length=1000, description="Arguments of the script.")
+    include: tuple[str, ...] = Field(
+        (), max_length=100, description="Patterns of more files in the folder of the script that travel with it."
+    )
+    determinism: Literal["off", "exact"] = Field(
+        "off",
+        description="`exact`: deterministic kernels, and random numbers that depend only on the seed, the step and the "
+        "rank. `off` promises nothing about the bits of a script.",
+    )
+    restart_on: Literal["lost", "any"] = runtime_field(
+        "lost",
+        "`lost`: a launch is repeated after a lost process, node or connection. `any`: also after an exception of the "
+        "script, within `cluster.restarts`.",
+    )
+    log_every: int = runtime_field(10, "Steps between two progress lines.", ge=1)
+
+
 class MemoryTier(Section):
     """Copies of the state in the memory of its node (`/dev/shm`, up to three). The next launch on that node resumes
     from them. See docs/checkpoints-tiers.md."""

@@ -6,14 +6,14 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from holdfast.spec.cluster import Cluster
-from holdfast.spec.data import Data
+from holdfast.spec.data import Data, NoData
 from holdfast.spec.model import Model
 from holdfast.spec.operations import Evaluation, Registration, Retraining, Serving, Telemetry
 from holdfast.spec.section import Section, runtime_field
-from holdfast.spec.training import Checkpoint, Parallel, Training
+from holdfast.spec.training import Checkpoint, Parallel, Script, Training
 
 SPEC_VERSION = 1
 
@@ -28,12 +28,21 @@ class Spec(Section):
         "the default name of the registered model.",
         pattern=r"^[a-z]([a-z0-9-]{0,49}[a-z0-9])?$",
     )
+    code: str | None = runtime_field(
+        None,
+        "Digest of the bundle of your own code. Holdfast fills it in when you submit the spec; leave it out.",
+        pattern=r"^blake3:[0-9a-f]{64}$",
+    )
     store: str | None = runtime_field(
         None,
         "Root of the store: file:///path or s3://bucket/prefix. Default: HOLDFAST_STORE, or else a folder in "
         "HOLDFAST_HOME.",
     )
-    data: Data = Field(description="Where text comes from and how it becomes tokens.")
+    data: Data = Field(
+        default_factory=NoData,
+        description="Where text comes from and how it becomes tokens. Required, except with `train.script`.",
+    )
+    train: Script = Field(default_factory=Script, description="A training script in place of Holdfast's loop.")
     model: Model = Field(default_factory=Model, description="The shape of the model.")
     training: Training = Field(default_factory=Training, description="The computation of every step.")
     parallel: Parallel = Field(default_factory=Parallel, description="How a step is distributed over processes.")
@@ -44,6 +53,12 @@ class Spec(Section):
     registration: Registration = Field(default_factory=Registration, description="Where the model is registered.")
     serving: Serving = Field(default_factory=Serving, description="What happens to a registered model.")
     schedule: Retraining = Field(default_factory=Retraining, description="When the pipeline runs on a schedule.")
+
+    @field_validator("data", mode="before")
+    @classmethod
+    def _no_data(cls, value: object) -> object:
+        """Read the dump of a spec without data."""
+        return NoData() if value == NoData().model_dump(mode="json") else value
 
     def with_overrides(self, overrides: Iterable[str] | Mapping[str, Any]) -> Spec:
         """This spec with some fields changed, and checked as a whole. `overrides` are `field=value`, as in `--set`, or

@@ -150,6 +150,7 @@ STEPS = {
             "train",
             "Train the model of a spec. Resumes from the newest checkpoint that verifies.",
             inputs=("salt", "replan", "dataset_id"),
+            optional=("dataset_id",),  # a training script has no dataset
             outputs=("run_id",),
             artifacts={"model": MODEL, "metrics": METRICS, "curves": HTML},
             shown="model",

@@ -118,7 +118,7 @@ def cost(spec: Spec, events: Sequence[Event], account: Ledger) -> Cost:
         accelerators=len(account.ranks),
         hours=seconds / HOUR,
         tokens=(sizes.before(saved_steps[-1]) - sizes.before(began[0].step)) * spec.model.context
-        if saved_steps and began
+        if saved_steps and began and spec.train.script is None
         else 0,
         kilowatt_hours=sum(event.joules or 0.0 for event in energy_reports) / JOULES if energy_reports else None,
         metered=min(1.0, metered / seconds) if seconds else 0.0,

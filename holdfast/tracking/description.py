@@ -31,9 +31,10 @@ _MAX_TAG_LENGTH = 8000
 _MAX_PROFILE_SOURCES = 100  # ours: the whole manifest is in the store
 
 
-def describe(client: MlflowClient, mlflow_run_id: str, spec: Spec, manifest: Manifest, store: Store) -> None:
+def describe(client: MlflowClient, mlflow_run_id: str, spec: Spec, manifest: Manifest | None, store: Store) -> None:
     """Write the description of a run to its MLflow run. Writes no artifact: this machine may lack access to MLflow's
-    artifacts, and the metrics do not wait for it. Raises what MLflow's client raises."""
+    artifacts, and the metrics do not wait for it. A training script has no dataset, and so no `manifest`. Raises what
+    MLflow's client raises."""
     from mlflow.entities import DatasetInput, InputTag, Param, RunTag
 
     params = [Param(key, value[:_MAX_PARAM_LENGTH]) for key, value in _flat(spec.model_dump(mode="json"))]
@@ -49,6 +50,8 @@ def describe(client: MlflowClient, mlflow_run_id: str, spec: Spec, manifest: Man
         return [tag for tag in tags if current.get(tag.key) != tag.value]
 
     write_missing(other_tags, lambda absent: client.log_batch(mlflow_run_id, tags=absent))
+    if manifest is None:
+        return
     trained_on = DatasetInput(_dataset(spec, manifest, store), [InputTag("mlflow.data.context", "training")])
 
     def absent_inputs() -> list[DatasetInput]:
@@ -68,14 +71,17 @@ def _not_logged(client: MlflowClient, mlflow_run_id: str, params: list[Param]) -
     return [param for param in params if param.key not in logged]
 
 
-def _tags(spec: Spec, manifest: Manifest, store: Store) -> dict[str, str]:
+def _tags(spec: Spec, manifest: Manifest | None, store: Store) -> dict[str, str]:
     tags = {
         "holdfast.version": metadata.version("holdfast"),
         "holdfast.store": redact(store.url),
-        "holdfast.dataset_id": manifest.dataset_id,
         "holdfast.spec_digest": digest(spec.model_dump(mode="json")),
     }
-    if revisions := dvc_revisions(manifest):
+    if manifest is not None:
+        tags["holdfast.dataset_id"] = manifest.dataset_id
+    if spec.code is not None:
+        tags["holdfast.code"] = spec.code
+    if manifest is not None and (revisions := dvc_revisions(manifest)):
         tags["holdfast.dvc_revisions"] = json.dumps(revisions)
     if commit := git_commit():
         tags["mlflow.source.git.commit"] = commit

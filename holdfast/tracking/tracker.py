@@ -181,7 +181,8 @@ class RunTracker:
             client = connect(self.uri)
             with translated(self.uri):
                 mlflow_run_id = claim_run(client, self.spec, self.run_id, self.store, self.uri)
-                describe(client, mlflow_run_id, self.spec, load_manifest(self.store, self.dataset_id), self.store)
+                manifest = load_manifest(self.store, self.dataset_id) if self.dataset_id else None
+                describe(client, mlflow_run_id, self.spec, manifest, self.store)
             self._client, self._mlflow_run_id = client, mlflow_run_id
         return self._client, self._mlflow_run_id
 

@@ -9,7 +9,7 @@ from holdfast.pages import draw_training
 from holdfast.spec import Spec
 from holdfast.steps import Artifact, StepResult
 from holdfast.steps.adapters import main
-from holdfast.store import open_store
+from holdfast.store import Store, open_store
 from holdfast.telemetry import read_events
 
 # Entry point of the train step in a DAG, and its artifacts.
@@ -18,6 +18,8 @@ from holdfast.telemetry import read_events
 def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool) -> StepResult:
     """Train on a dataset from preprocess. The result is `TrainingResult`."""
     store = open_store(url)
+    if spec.train.script is not None:
+        return _script(spec, store, salt, replan)
     result = run(spec, dataset_id, store, salt, replan=replan)
     lineage = {"run_id": result.run_id, "dataset_id": dataset_id, "checkpoint": result.checkpoint}
     figures = {name: getattr(result, name) for name in ("step", "tokens", "parameters", "attempts")}
@@ -26,6 +28,21 @@ def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool) -> S
         "metrics": Artifact(metadata={"training_loss": result.loss, **figures}),
         "curves": Artifact(draw_training(spec, result.run_id, store, read_events(store, result.run_id))),
     }
+    return StepResult(result.model_dump(mode="json"), shown)
+
+
+def _script(spec: Spec, store: Store, salt: str, replan: bool) -> StepResult:
+    from holdfast.components.train.script import train_script
+
+    result = train_script(spec, store, salt, replan=replan)
+    figures = {"training_loss": result.loss, "step": result.step, "attempts": result.attempts}
+    shown = {
+        "metrics": Artifact(metadata={name: value for name, value in figures.items() if value is not None}),
+        "curves": Artifact(draw_training(spec, result.run_id, store, read_events(store, result.run_id))),
+    }
+    if result.export:
+        lineage = {"run_id": result.run_id, "code": result.code, "checkpoint": result.checkpoint}
+        shown["model"] = Artifact(key=result.export, metadata=lineage)
     return StepResult(result.model_dump(mode="json"), shown)
 
 

@@ -30,6 +30,32 @@ class TrainingResult(BaseModel):
     segments: tuple[Segment, ...] = ()  # the plans of the run, in order
 
 
+class ScriptResult(BaseModel):
+    """The final checkpoint of a training script, and what it exported."""
+
+    model_config = ConfigDict(frozen=True)
+
+    run_id: str
+    code: str  # digest of its bundle
+    step: int
+    loss: float | None = None  # of the last step, if the script reports one
+    checkpoint: str = ""  # key of the manifest; empty for a script without a session
+    export: str = ""  # key prefix of its files; empty without an export
+    export_digest: str = ""
+    state_digest: str = ""
+    attempts: int = 0
+    seconds: float = 0.0  # from the first attempt to the end
+    segments: tuple[Segment, ...] = ()
+
+
+def read_script_result(store: Store, run_id: str) -> ScriptResult | None:
+    """The result of a finished script, or None if it has none yet."""
+    try:
+        return read_json(store, layout.result(run_id), ScriptResult)
+    except MissingError:
+        return None
+
+
 def read_result(store: Store, run_id: str) -> TrainingResult | None:
     """The result of a run, or None if it has none yet."""
     key = layout.result(run_id)

@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from pydantic import BaseModel
+
 from holdfast.checkpoint import list_attempts, newest_segments, read_manifest
 from holdfast.checkpoint.attempts import attempt_began
 from holdfast.checkpoint.lineage import newest_step
@@ -45,6 +47,7 @@ from holdfast.rank.health_gate import health_check_request
 from holdfast.runtime.environment import cache_dir, in_step_pod, log_dir
 from holdfast.runtime.shutdown import request_shutdown
 from holdfast.scoring import require_tasks
+from holdfast.script.assignment import ScriptAssignment
 from holdfast.spec import ExitCode, HoldfastError, Spec, run_id
 from holdfast.spec.errors import DivergedError, MissingError, PreemptedError, SpecError, TerminatedError
 from holdfast.spec.plan import Plan, require_plan, settings_of
@@ -115,16 +118,16 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
         tracker = RunTracker.open(spec, identity, dataset_id, store)
         events = StoreEvents(store, identity)
         with showing_metrics(spec.telemetry, identity, whole=True) as metrics:
-            traces, before = show_traces(identity), _read_new_events(events, metrics)
+            traces, before = show_traces(identity), read_new_events(events, metrics)
             if traces is not None:
                 traces.remember(before)
             last = max((event.time for event in before), default=0.0)
             with (
-                _following_events(events, tracker, metrics, traces),
+                following_events(events, tracker, metrics, traces),
                 recorded_step(store, identity, STEP, not_before=last) as ended,
             ):
                 assignment = Assignment.of(spec, identity, dataset_id, weights)
-                _run_gang(
+                run_gang(
                     spec,
                     assignment,
                     store,
@@ -139,24 +142,28 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
         return result
 
 
-def _run_gang(
+def run_gang(
     spec: Spec,
-    assignment: Assignment,
+    assignment: Assignment | ScriptAssignment,
     store: Store,
     launcher: Launcher,
     replan: bool = False,
     *,
     auto: bool = False,
-    vocabulary: int,
+    vocabulary: int | None = None,
 ) -> None:
+    """Launch the gang until it has trained the run. Without a `vocabulary`, there is no advice after a lack of memory.
+    Raises GangError, PreemptedError, TerminatedError."""
     identity, stopping = assignment.run_id, threading.Event()
     advice = ""  # of the last launch, if it ran out of memory
 
     def next_job() -> Job:
         number = newest_launch(store, identity)
         if not (adopted := launcher.adopt(identity, number)):
-            health = health_check_request(spec, nodes_of_the_last_end(store, identity))
-            checked = assignment.model_copy(update=health)
+            checked: BaseModel = assignment
+            if isinstance(assignment, Assignment):
+                health = health_check_request(spec, nodes_of_the_last_end(store, identity))
+                checked = assignment.model_copy(update=health)
             number = claim_launch(store, identity, checked.model_dump(mode="json"), replan=replan)
         avoided = avoided_nodes(store, identity, spec.cluster)
         leaving = leaving_nodes(store, identity, spec.cluster)
@@ -168,7 +175,7 @@ def _run_gang(
     def on_ending(job: Job, ending: Ending) -> None:
         nonlocal advice
         advice, ran_out, plan = "", False, None
-        if ran_out_of_memory(ending):
+        if vocabulary is not None and ran_out_of_memory(ending):
             try:
                 proposal = next_plan(spec, vocabulary, here=not in_step_pod())
             except (SpecError, MissingError) as error:  # advice does not change how a launch ended
@@ -318,7 +325,7 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
 
 
 @contextmanager
-def _following_events(
+def following_events(
     events: StoreEvents, tracker: RunTracker, metrics: Metrics | None, traces: Traces | None
 ) -> Iterator[None]:
     """Forward the ranks' events to the log, to Argo and to a trace collector. Copy metrics to MLflow at each
@@ -364,7 +371,7 @@ def _accounts(tracker: RunTracker) -> dict[str, float]:
     return account.figures() | cost(tracker.spec, events, account).figures()
 
 
-def _read_new_events(events: StoreEvents, metrics: Metrics | None) -> list[Event]:
+def read_new_events(events: StoreEvents, metrics: Metrics | None) -> list[Event]:
     """The new events of a run. The metrics include them from now on."""
     new = events.new()
     if metrics is not None:
@@ -377,7 +384,7 @@ def _read_new_events(events: StoreEvents, metrics: Metrics | None) -> list[Event
 def _pass_on(events: StoreEvents, metrics: Metrics | None, traces: Traces | None) -> bool:
     """Forward the ranks' new events to the log, Argo and traces. Returns whether a checkpoint is among them."""
     try:
-        new = _read_new_events(events, metrics)
+        new = read_new_events(events, metrics)
     except HoldfastError as error:  # the next call reads them
         log.debug("the events of the ranks cannot be read: %s", error)
         return False

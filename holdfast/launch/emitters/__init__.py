@@ -52,7 +52,14 @@ def training_job(
     leaving_nodes: frozenset[str] = frozenset(),
 ) -> Job:
     """The job that trains a run, as its launcher starts it for a launch that is recorded in the store."""
-    worker = ["-m", "holdfast.rank.worker", "--run-id", run_id, "--launch", str(launch), "--store", store]
+    module, own = "holdfast.rank.worker", list[str]()
+    environment = {CLOUD: spec.cluster.spot} if spec.cluster.spot else {}
+    if spec.train.script is not None:
+        # What runs is on the command line: whoever writes to the store can change neither the code nor its arguments.
+        module = "holdfast.script.process"
+        own = ["--code", str(spec.code), "--entry", spec.train.script, "--", *spec.train.arguments]
+        environment["PYTHONHASHSEED"] = "0"
+    worker = ["-m", module, "--run-id", run_id, "--launch", str(launch), "--store", store, *own]
     return Job(
         name=f"holdfast-{run_id}-{launch}",
         run_id=run_id,
@@ -63,7 +70,7 @@ def training_job(
         grace_seconds=spec.checkpoint.grace_seconds,
         cluster=spec.cluster,
         metrics_port=spec.telemetry.metrics_port,
-        environment={CLOUD: spec.cluster.spot} if spec.cluster.spot else {},
+        environment=environment,
         excluded_nodes=excluded_nodes,
         leaving_nodes=leaving_nodes,
     )

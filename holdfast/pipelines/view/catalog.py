@@ -79,6 +79,12 @@ class RunRecord:
         return str(self.described.get("dataset_id", ""))
 
     @property
+    def is_script(self) -> bool:
+        """Whether a training script made it."""
+        section = self.spec.get("train")
+        return isinstance(section, dict) and section.get("script") is not None
+
+    @property
     def steps(self) -> int:
         """The number of steps in the spec; 0 if unknown."""
         training = self.spec.get("training")

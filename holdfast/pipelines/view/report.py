@@ -150,7 +150,7 @@ def accounts(record: RunRecord, store: Store) -> dict[str, object]:
 
 
 def _dropped(record: RunRecord, store: Store) -> dict[str, object]:
-    manifest = find_manifest(store, record.dataset_id)
+    manifest = find_manifest(store, record.dataset_id) if record.dataset_id else None
     if manifest is None:
         return {}
     examples = {reason: sample for reason in manifest.dropped() if (sample := manifest.example(reason))}

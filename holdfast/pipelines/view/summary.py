@@ -20,7 +20,7 @@ SHORT_ID = 8  # hexadecimal digits of run ids in next commands
 
 def print_summary(console: Console, store: Store, record: RunRecord, log: Path | None) -> None:
     """Print the summary of a finished run."""
-    colour = "green" if record.word == "blessed" else "yellow"
+    colour = "green" if record.word == "blessed" or record.is_script else "yellow"
     title = f"{escape(record.name)}  run {record.run_id}  [{colour}]{escape(outcome(record))}[/{colour}]"
     _print(console, f"\n[bold]{title}[/bold]\n")
     for label, value in _rows(store, record, log):
@@ -59,6 +59,8 @@ def place(store: Store, key: str) -> str:
 def model_place(store: Store, record: RunRecord) -> str:
     """The location of the exported model's folder; empty without one."""
     export = str((record.result or {}).get("export") or "")
+    if export and record.is_script:
+        return place(store, export.rstrip("/"))
     return place(store, f"{export.rstrip('/')}/config.json").removesuffix("/config.json") if export else ""
 
 
@@ -76,7 +78,7 @@ def reasons(record: RunRecord) -> list[str]:
 
 def drops(store: Store, record: RunRecord) -> list[str]:
     """Data of its sources that the run's dataset lacks, with an example for each reason."""
-    manifest = find_manifest(store, record.dataset_id)
+    manifest = find_manifest(store, record.dataset_id) if record.dataset_id else None
     return manifest.drops() if manifest is not None else []
 
 
@@ -86,7 +88,8 @@ def next_commands(store: Store, record: RunRecord) -> list[str]:
     prompts = record.spec.get("evaluation", {}).get("prompts") or ["Once upon a time"]
     prompt = " ".join(str(prompts[0]).split()) or "Once upon a time"
     store_option = [] if open_store(store_url()).url == store.url else ["--store", store.url]
-    commands = (["models", "generate", short, prompt, *store_option], ["show", short, *store_option], ["ui"])
+    use = ["checkpoints", "list", short] if record.is_script else ["models", "generate", short, prompt]
+    commands = ([*use, *store_option], ["show", short, *store_option], ["ui"])
     return [shlex.join(["holdfast", *command]) for command in commands]
 
 

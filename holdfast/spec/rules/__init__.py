@@ -57,6 +57,7 @@ from holdfast.spec.rules.parallel import (
     check_stage_layers,
     check_tensor_parallel,
 )
+from holdfast.spec.rules.script import check_data, check_script
 from holdfast.spec.rules.secrets import check_no_secrets_in_urls
 from holdfast.spec.rules.training import (
     check_adapters,
@@ -138,18 +139,43 @@ RULES: tuple[Rule, ...] = (
     check_store,
     check_schedule,
     check_serving,
+    check_data,
+)
+# The rules of a spec with a training script.
+SCRIPT_RULES: tuple[Rule, ...] = (
+    check_script,
+    check_local_tiers,
+    check_node_range,
+    check_elastic_nodes,
+    check_spares,
+    check_scheduler_fields,
+    check_accelerator,
+    check_resources,
+    check_mounts,
+    check_reserved_environment,
+    check_reserved_metadata,
+    check_text_sizes,
+    check_no_secrets_in_urls,
+    check_store,
 )
 
 
 def problems(spec: Spec) -> list[Problem]:
     """All problems that the rules find, in the order of the rules."""
-    return [problem for rule in RULES for problem in rule(spec)]
+    return [problem for rule in _rules(spec) for problem in rule(spec)]
+
+
+def _rules(spec: Spec) -> tuple[Rule, ...]:
+    try:
+        return RULES if spec.train.script is None else SCRIPT_RULES
+    except RefusedFieldError:
+        return ()
 
 
 def problems_of_part(spec: Spec) -> list[Problem]:
     """The same for a spec without its refused fields. A rule ends where it needs one of them."""
     problems: list[Problem] = []
-    for rule in RULES:
+    for rule in _rules(spec):
         with suppress(RefusedFieldError):
             for problem in rule(spec):
                 problems.append(problem)

@@ -160,7 +160,7 @@ def test_a_node_that_spoiled_two_launches_is_avoided_by_the_third(world: World) 
 
     world.cluster.kubelet.program = program
     launcher = KubernetesLauncher(world.spec.cluster, world.cluster.api())
-    step._run_gang(
+    step.run_gang(
         world.spec, Assignment.of(world.spec, world.run_id, DATASET_ID), world.store, launcher, vocabulary=VOCABULARY
     )
     endings = read_exits(world.store, world.run_id)

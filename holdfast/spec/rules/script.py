@@ -1,0 +1,48 @@
+"""Rules of `train`: a training script, and what it leaves without use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+
+from holdfast.spec.errors import Problem
+from holdfast.spec.section import Section
+from holdfast.spec.tree import Spec
+
+# Sections of Holdfast's own loop and of the steps after it.
+_WITHOUT_USE = ("model", "training", "evaluation", "registration", "serving", "schedule")
+_PARALLEL = ("processes", "threads")  # fields that a script uses
+
+
+def check_data(spec: Spec) -> Iterator[Problem]:
+    """A run without a script reads data, and sets no field of a script."""
+    if not spec.data.sources:
+        yield Problem("data", None, "is required", "add the section data, or a training script: train.script")
+    for name, value in _changed(spec.train):
+        yield Problem(f"train.{name}", value, "is not used without train.script", "add train.script, or remove it")
+
+
+def check_script(spec: Spec) -> Iterator[Problem]:
+    """A script stays in its folder, and no field is given that it does not use."""
+    script = PurePosixPath(spec.train.script or "")
+    if script.is_absolute() or ".." in script.parts:
+        remedy = "write a path relative to the folder of the spec, and keep the script below it"
+        yield Problem("train.script", spec.train.script, "is no path below the folder of the spec", remedy)
+    if spec.data.sources:
+        message = "is not used by train.script, which reads its own data"
+        yield Problem("data", None, message, "remove the section data")
+    for section in _WITHOUT_USE:
+        for name, value in _changed(getattr(spec, section)):
+            yield Problem(f"{section}.{name}", value, "is not used by train.script", "remove it")
+    for name, value in _changed(spec.parallel):
+        if name not in _PARALLEL:
+            remedy = "remove it: the script lays out its own model"
+            yield Problem(f"parallel.{name}", value, "is not used by train.script", remedy)
+
+
+def _changed(section: Section) -> Iterator[tuple[str, object]]:
+    """The fields of a section that do not have their default values."""
+    for name, default in type(section)().model_dump().items():
+        value = section.model_dump()[name]
+        if value != default:
+            yield name, value
