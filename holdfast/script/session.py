@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from holdfast.checkpoint import (
     digest_of,
     read_manifest,
 )
+from holdfast.checkpoint.lineage import newest_step
 from holdfast.collectives import Gang
 from holdfast.launch.device import device_name, local_device
 from holdfast.launch.exits import RankRecord
@@ -50,7 +51,7 @@ from holdfast.script.history import ScriptHistory
 from holdfast.script.seeding import generator, key_fetches, seed_all
 from holdfast.script.state import ScriptState
 from holdfast.script.tree import StateError
-from holdfast.spec.errors import ExitCode
+from holdfast.spec.errors import ExitCode, UserCodeError
 from holdfast.spec.identity import digest
 from holdfast.spec.plan import Plan, require_plan
 from holdfast.store import Store
@@ -138,6 +139,18 @@ class Session:
         if step % 10 == 0 and self.rank == 0:
             log.info("step %d  %s", step, "  ".join(f"{name} {float(value):.4g}" for name, value in metrics.items()))
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Seed the beginning of an epoch, such as the base seed of loader workers. What a fetch draws depends on the
+        epoch from here on."""
+        self.epoch = epoch
+        if self._seeds:
+            seed_all(self.seed, "epoch", epoch, self._seed_rank)
+
+    def begin_step(self) -> None:
+        """Seed the current step again, after code that may have drawn. `step` seeds the next step by itself."""
+        if self._seeds and self._step is not None:
+            seed_all(self.seed, "step", self._step, self._seed_rank)
+
     def log(self, step: int, /, **metrics: float | Tensor) -> None:
         """Add metrics to the row of a step of the history. Rank 0's are kept."""
 
@@ -184,10 +197,10 @@ class ManagedSession(Session):
         super().__init__(seed, seed_rank)
         self._launched, self._assignment = launched, launched.assignment
         self.run_id = self._assignment.run_id
-        self._exact = self._assignment.determinism == "exact"
+        self.exact = self._assignment.determinism == "exact"
         make_deterministic(self._assignment.determinism, self._assignment.threads)
-        self._seeds = self._seeds or self._exact
-        if self._exact:
+        self._seeds = self._seeds or self.exact
+        if self.exact:
             key_fetches(self.seed, lambda: self.epoch, self._seed_rank)
         if self._seeds:
             seed_all(self.seed, "step", 0, self._seed_rank)
@@ -241,7 +254,7 @@ class ManagedSession(Session):
             plan=plan,
             options=SaveOptions(
                 max_lag_steps=assignment.checkpoint.lag_steps,
-                same_bits=self._exact,
+                same_bits=self.exact,
                 compress=assignment.checkpoint.compression == "lossless",
                 upload_rate=upload_rate(assignment.checkpoint),
             ),
@@ -324,7 +337,21 @@ class ManagedSession(Session):
         write_export(what, self.folder / "export", self._launched.store, manifest, self._gang)
         self._exported = True
 
-    # For `holdfast.script.process`
+    # For integrations and `holdfast.script.process`
+
+    def newest_step(self) -> int:
+        """The step that `restore` will load, as far as the store tells. Local tiers may have a newer one, so it raises
+        StateError if the spec has them."""
+        settings = self._assignment.checkpoint
+        if settings.memory.every_steps is not None or settings.disk.every_steps is not None:
+            raise StateError("this integration needs the step before it restores; remove checkpoint.memory and .disk")
+        return newest_step(self._launched.store, self.run_id) or 0
+
+    def resume_again(self, reason: str) -> NoReturn:
+        """End this launch, so that the next one resumes from another checkpoint."""
+        error = UserCodeError(f"{reason}; the next launch resumes")
+        error.exit_code = ExitCode.SCRIPT_FAILED
+        raise error
 
     @property
     def left(self) -> bool:
@@ -371,7 +398,7 @@ class ManagedSession(Session):
             keep=gang.rank == 0,
             steps=steps,
             log_every=assignment.log_every,
-            diverges=self._exact,
+            diverges=self.exact,
         )
         self._checkpointer.on_commit = self._history.committed
         meter = Meter(device)
