@@ -50,7 +50,9 @@ def train(trainer: Trainer, *, state: Mapping[str, Any] | None = None) -> Any:
     trainer.add_callback(callback)
     with tempfile.TemporaryDirectory(prefix="holdfast-trainer-") as folder:
         if start:
-            TrainerState(global_step=start).save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
+            position = TrainerState(global_step=start, train_batch_size=trainer.args.train_batch_size)
+            position.compute_steps(trainer.args, max(1, trainer.args.max_steps))
+            position.save_to_json(str(Path(folder) / TRAINER_STATE_NAME))
             trainer._load_from_checkpoint = lambda *_, **__: None  # the callback restores the weights
         output = trainer.train(resume_from_checkpoint=folder if start else None)
     current.export(lambda target: _save(trainer, target))

@@ -50,29 +50,35 @@ def kept_generators() -> Iterator[None]:
         torch.set_rng_state(tensors)
 
 
+_key: tuple[int, Callable[[], int], int] = (0, lambda: 0, 0)  # seed, epoch and rank of the fetches of this process
+
+
 def key_fetches(seed: int, epoch: Callable[[], int], rank: int) -> None:
     """Seed each fetch of a DataLoader of this process by its indices, or by its number for an iterable data set. The
     global generators are as before afterwards. Raises ImportError if torch has no such fetchers."""
+    global _key  # noqa: PLW0603 - a process has one session
+    _key = (seed, epoch, rank)
     for name in _FETCHERS:
         fetcher = getattr(_utils.fetch, name, None)
         if fetcher is None:
             raise ImportError(f"torch {torch.__version__} has no {name}: fetches cannot be seeded by their samples")
         if not hasattr(fetcher.fetch, "seeded_by_samples"):
-            fetcher.fetch = _keyed(fetcher.fetch, seed, epoch, rank, by_number=name == "_IterableDatasetFetcher")
+            fetcher.fetch = _keyed(fetcher.fetch, by_number=name == "_IterableDatasetFetcher")
 
 
-def _keyed(fetch: Callable[..., Any], seed: int, epoch: Callable[[], int], rank: int, *, by_number: bool) -> Any:
+def _keyed(fetch: Callable[..., Any], *, by_number: bool) -> Any:
     @wraps(fetch)
     def keyed(self: Any, possibly_batched_index: Any) -> Any:
+        seed, epoch, rank = _key
         if by_number:  # an iterable data set: the number of the fetch, on its worker and rank
             self._fetch_number = number = getattr(self, "_fetch_number", -1) + 1
             worker = torch.utils.data.get_worker_info()
-            key = f"fetch {epoch()} {rank} {worker.id if worker else 0}"
+            stream = f"fetch {epoch()} {rank} {worker.id if worker else 0}"
         else:
             indices = possibly_batched_index if isinstance(possibly_batched_index, list) else [possibly_batched_index]
-            key, number = f"fetch {epoch()} {json.dumps([str(index) for index in indices])}", 0
+            stream, number = f"fetch {epoch()} {json.dumps([str(index) for index in indices])}", 0
         with kept_generators():
-            seed_all(seed, key, number)
+            seed_all(seed, stream, number)
             return fetch(self, possibly_batched_index)
 
     keyed.seeded_by_samples = True  # type: ignore[attr-defined]

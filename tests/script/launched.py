@@ -38,7 +38,8 @@ def run_script(url: str, run_id: str, script: Callable[..., Any], *arguments: An
     error: BaseException | None = None
     try:
         script(*arguments)
-        assert isinstance(session := sessions.current(), sessions.ManagedSession)
+        session = sessions.current()
+        assert isinstance(session, sessions.ManagedSession)
         session.finish()
     except sessions.PreemptionExit as left:
         error = left

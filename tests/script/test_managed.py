@@ -1,0 +1,206 @@
+"""A managed session: what it refuses, and a run that is stopped, killed and resumed with the bits of a calm one."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast
+from holdfast.checkpoint import list_attempts
+from holdfast.code import make_bundle, publish
+from holdfast.components.train.script import train_script
+from holdfast.components.train.step import GangError
+from holdfast.launch.launches import read_exits
+from holdfast.script.tree import StateError
+from holdfast.spec import ExitCode, Spec, parse_spec
+from holdfast.spec.errors import DivergedError, SpecError
+from holdfast.store import Store, layout
+from holdfast.telemetry import read_history
+from tests.checkpoint.saving import opened
+from tests.script.launched import ask_to_leave, digest_of_run, run_script
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    """A store in a folder."""
+    return f"file://{tmp_path / 'store'}"
+
+
+def loop(stop: int = 6, leave: int = -1, first: int | None = None, export: str = "") -> list[int]:
+    """A loop of `stop` steps with dropout, which is asked to leave in step `leave`."""
+    session = holdfast.session(seed=3)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    start = session.restore(model=model, optimizer=optimizer, steps=stop)
+    for step in range(start if first is None else first, stop):
+        if step == leave:
+            ask_to_leave()
+        loss = model(torch.randn(2, 4)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        session.step(step + 1, loss=loss)
+    if export:
+        session.export(Path(export))
+    return [start]
+
+
+def test_a_script_runs_without_a_launch_as_it_would_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    from holdfast.script import session as sessions
+
+    sessions._session = None
+    assert loop() == [0]
+    assert not holdfast.session().managed
+    sessions._session = None
+
+
+def test_a_script_that_leaves_resumes_with_the_bits_of_an_undisturbed_run(url: str) -> None:
+    assert run_script(url, "calm", loop)
+    assert not run_script(url, "left", loop, 6, 2)
+    assert digest_of_run(url, "left")[0] == 4  # all ranks agree one step later
+    assert run_script(url, "left", loop)
+    assert digest_of_run(url, "left") == digest_of_run(url, "calm")
+    calm, left = (read_history(opened(url), run) for run in ("calm", "left"))
+    assert [(row["step"], row["loss"]) for row in calm] == [(row["step"], row["loss"]) for row in left]
+
+
+def test_a_loop_that_starts_over_is_refused_with_the_line_to_write(url: str) -> None:
+    run_script(url, "left", loop, 6, 2)
+    with pytest.raises(StateError, match=r"session\.step\(1\) follows step 4.*start = session\.restore"):
+        run_script(url, "left", loop, 6, -1, 0)
+
+
+def test_a_script_that_never_reports_a_step_is_named(url: str) -> None:
+    with pytest.raises(StateError, match=r"ended without session\.step"):
+        run_script(url, "silent", lambda: holdfast.session().restore(model=nn.Linear(1, 1)))
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(url: str) -> None:
+    def diverging() -> None:
+        session = holdfast.session(seed=1)
+        model = nn.Linear(1, 1)
+        for step in range(session.restore(model=model, steps=9), 9):
+            session.step(step + 1, loss=float("nan") if step == 4 else 1.0)
+
+    with pytest.raises(DivergedError, match="step 5: loss nan"):
+        run_script(url, "diverging", diverging, every_steps=2)
+    assert digest_of_run(url, "diverging")[0] == 4
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "is empty"), (b"\x80\x04N.", "is pickled"), ("link", "is no plain file")],
+)
+def test_an_export_without_files_or_with_pickles_is_refused(
+    url: str, tmp_path: Path, content: bytes | str | None, message: str
+) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    if isinstance(content, bytes):
+        (folder / "model.bin").write_bytes(content)
+    elif content:
+        (folder / "model").symlink_to("/etc/hostname")
+    with pytest.raises(StateError, match=message):
+        run_script(url, "exporting", loop, 2, -1, None, str(folder))
+
+
+SCRIPT = """
+import os, pathlib, signal, sys
+import holdfast, torch
+from torch import nn
+from parts import build
+
+session = holdfast.session(seed=5)
+model = build()
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+start = session.restore(model=model, optimizer=optimizer, steps=9)
+trouble = pathlib.Path(os.environ["TROUBLE"])
+for step in range(start, 9):
+    for number, name in ((signal.SIGTERM, "term"), (signal.SIGKILL, "kill")):
+        if step == {"term": 2, "kill": 6}[name] and (trouble / name).exists():
+            (trouble / name).unlink()
+            os.kill(os.getpid(), number)
+    loss = model(torch.randn(2, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    session.step(step + 1, loss=loss)
+if (trouble / "raise").exists():
+    raise ValueError("the script is wrong")
+session.export(model)
+"""
+
+
+def script_spec(folder: Path, store: Store, *more: str) -> Spec:
+    """A spec with the script in `folder`, whose bundle is in the store."""
+    folder.mkdir(exist_ok=True)
+    (folder / "train.py").write_text(SCRIPT)
+    (folder / "parts.py").write_text(
+        "from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))\n"
+    )
+    digest = publish(store, make_bundle(folder))
+    tree = {"name": "script", "code": digest, "train": {"script": "train.py", "determinism": "exact"}}
+    return parse_spec(tree, ["checkpoint.every_steps=3", *more])
+
+
+@pytest.mark.slow  # four launches
+def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_a_calm_one(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TROUBLE", str(tmp_path))
+    store = opened(url)
+    spec = script_spec(tmp_path / "code", store)
+    calm = train_script(spec, store, salt="calm")
+    (tmp_path / "term").touch()
+    (tmp_path / "kill").touch()
+    result = train_script(spec, store)
+    codes = [ending.code for _, ending in sorted(read_exits(store, result.run_id).items())]
+    assert codes == [ExitCode.PREEMPTED, ExitCode.KILLED, ExitCode.OK]
+    assert (result.step, result.state_digest) == (9, calm.state_digest)
+    assert result.attempts == len(list_attempts(store, result.run_id)) == 3
+    export = f"{result.export}model.safetensors"
+    assert store.get(export) == store.get(f"{calm.export}model.safetensors")
+    header = json.loads(store.get(export)[8 : 8 + int.from_bytes(store.get(export)[:8], "little")])
+    assert sorted(header) == ["0.bias", "0.weight"]
+
+
+@pytest.mark.slow  # two launches
+def test_an_exception_of_the_script_ends_the_run_unless_the_spec_restarts_on_any(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TROUBLE", str(tmp_path))
+    (tmp_path / "raise").touch()
+    store = opened(url)
+    spec = script_spec(tmp_path / "code", store)
+    with pytest.raises(GangError, match=r"train\.py raised ValueError: the script is wrong") as error:
+        train_script(spec, store)
+    assert error.value.exit_code == ExitCode.USER_CODE
+    store.put(layout.code(str(spec.code)), b"another program")
+    with pytest.raises(GangError, match="the job asks for") as error:
+        train_script(spec.model_copy(update={"name": "again"}), store, salt="tampered")
+    assert error.value.exit_code == ExitCode.BAD_DATA
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["train.script=../train.py"], "is no path below the folder of the spec"),
+        (["training.steps=9"], "training.steps: is not used by train.script"),
+        (["parallel.tensor=2"], "parallel.tensor: is not used by train.script"),
+        (['data={"sources": [{"uri": "x"}]}'], "data: is not used by train.script"),
+        (["train.script=null", 'train.arguments=["a"]'], "train.arguments: is not used without train.script"),
+    ],
+)
+def test_a_spec_with_a_script_says_which_fields_it_does_not_use(changes: list[str], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        parse_spec({"name": "script", "train": {"script": "train.py"}}, changes)
+
+
+def test_a_spec_with_a_script_survives_its_own_dump() -> None:
+    spec = parse_spec({"name": "script", "train": {"script": "train.py"}, "parallel": {"processes": 3}})
+    assert parse_spec(spec.model_dump(mode="json")) == spec
+    assert spec.with_overrides({"parallel.processes": 2}).parallel.processes == 2
