@@ -22,7 +22,7 @@ from holdfast.pipelines.paths import load_spec as _load_spec
 from holdfast.pipelines.paths import store_root
 from holdfast.runtime.environment import store_url
 from holdfast.spec import ExitCode, HoldfastError, Spec
-from holdfast.spec.errors import MissingError, StoreUnreachableError, UsageError
+from holdfast.spec.errors import MissingError, Problem, SpecError, StoreUnreachableError, UsageError
 from holdfast.store import Store, open_store
 
 if TYPE_CHECKING:
@@ -148,6 +148,7 @@ def request(
     capabilities = capabilities_of(name)
     _require_usable(name, options, sweep=bool(over))
     checked_spec = spec if isinstance(spec, Spec) and not overrides else load_spec(_path(spec), overrides)
+    _require_script_here(checked_spec, capabilities.foreground, bool(over))
     trials = grid(checked_spec, over) if over else ()
     run_request = RunRequest(
         spec_of(checked_spec) if capabilities.foreground else checked_spec,
@@ -164,6 +165,14 @@ def request(
     return identify_request(
         run_request, shared_folders=capabilities.shared_folders, shared_volumes=capabilities.shared_volumes
     )
+
+
+def _require_script_here(spec: Spec, foreground: bool, is_sweep: bool) -> None:
+    """Raises SpecError for a training script that would not run on this machine."""
+    if spec.train.script is None or (foreground and not is_sweep):
+        return
+    message = "is not run by sweeps yet" if is_sweep else "is run only on this machine yet"
+    raise SpecError([Problem("train.script", spec.train.script, message, "use `holdfast run` with the backend local")])
 
 
 def submit(

@@ -17,8 +17,11 @@ from holdfast.spec.load import written_leaves
 
 
 def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
-    """Read and check a spec, with the fields of `model.from` filled in. Raises MissingError, DataError, SpecError."""
-    return load_plain_spec(path, overrides, fill_from_model)
+    """Read and check a spec, with the fields of `model.from` and the digest of its script filled in. Raises
+    MissingError, DataError, SpecError."""
+    from holdfast.code.script import resolve_script
+
+    return resolve_script(load_plain_spec(path, overrides, fill_from_model), Path(path).parent)
 
 
 def load_filled(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Spec, dict[str, Any]]:
@@ -56,6 +59,8 @@ def store_root(url: str) -> str:
 
 def with_absolute_paths(spec: Spec) -> Spec:
     """Make every local path of the spec absolute, from the working directory. The result describes the same run."""
+    if spec.train.script is not None:
+        return spec  # it is resolved: its only path is that of the script in its bundle
     data: Data = spec.data.model_copy(update={"sources": tuple(_source(source) for source in spec.data.sources)})
     if data.tokenizer.path:
         tokenizer = data.tokenizer.model_copy(update={"path": absolute(data.tokenizer.path)})
