@@ -1,7 +1,7 @@
 """`parallel: auto`: the fastest layout that the engines run, for the ranks and the accelerator that a spec declares.
 
-The same spec and version give the same layout. Without a result, a SpecError names the remedy. `train.auto_layout`
-makes a run keep its first layout.
+The same spec and version give the same layout. Without a result, a SpecError names the remedy.
+`components.train.auto_layout` makes a run keep its first layout.
 """
 
 from __future__ import annotations

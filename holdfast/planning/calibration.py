@@ -1,7 +1,7 @@
 """Measurements of a machine, as a file for `holdfast plan --calibration`.
 
-A file of another format, or an incomplete one, is refused and never partly used. `train.calibrate` measures, because it
-has the ranks. The measurements cover one machine and no communication between nodes.
+A file of another format, or an incomplete one, is refused and never partly used. `pipelines.measure` measures, because
+it has the ranks. The measurements cover one machine and no communication between nodes.
 """
 
 from __future__ import annotations

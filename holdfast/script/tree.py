@@ -17,8 +17,9 @@ import numpy as np
 import torch
 
 from holdfast.spec.errors import DataError, UserCodeError
+from holdfast.spec.json_parsing import parse_json_object
 
-DEEPEST = 64  # levels of nesting
+DEEPEST = 48  # levels of nesting
 _TAG = "~"  # begins the only key of an object that stands for something else
 _REMEDY = "give the object state_dict() and load_state_dict(), or leave it out"
 
@@ -45,18 +46,12 @@ def decode(plain: Any, tensors: Mapping[str, torch.Tensor], source: str) -> Any:
 def to_bytes(plain: Any) -> torch.Tensor:
     """Plain JSON as a tensor of bytes."""
     text = json.dumps(plain, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-    return torch.frombuffer(bytearray(text.encode(errors="surrogatepass")), dtype=torch.uint8)
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
 def from_bytes(data: torch.Tensor, source: str) -> dict[str, Any]:
     """The JSON object in a tensor of bytes. Raises DataError, naming `source`."""
-    try:
-        plain = json.loads(data.numpy().tobytes().decode(errors="surrogatepass"))
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{source}: is not the state of a script ({error})") from None
-    if not isinstance(plain, dict):
-        raise DataError(f"{source}: is not the state of a script (no object)")
-    return plain
+    return parse_json_object(data.numpy().tobytes(), source)
 
 
 def differing_paths(first: Any, second: Any) -> list[str]:
@@ -80,7 +75,13 @@ def _compare(first: Any, second: Any, path: str, found: list[str]) -> None:
 def _plain(value: object, path: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:  # noqa: PLR0911 - by type
     if depth > DEEPEST:
         raise StateError(f"{path} is nested more than {DEEPEST} levels deep, or contains itself; {_REMEDY}")
-    if value is None or type(value) in (bool, int, str):
+    if value is None or type(value) in (bool, int):
+        return value
+    if isinstance(value, str) and type(value) is str:
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise StateError(f"{path} is text that is not Unicode; save its bytes") from None
         return value
     if type(value) is float:
         return value if math.isfinite(value) else {f"{_TAG}float": repr(value)}

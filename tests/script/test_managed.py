@@ -15,10 +15,12 @@ from holdfast.code import make_bundle, publish
 from holdfast.components.train.script import train_script
 from holdfast.components.train.step import GangError
 from holdfast.launch.launches import read_exits
+from holdfast.runtime.exits import code_of
+from holdfast.script.process import _failure
 from holdfast.script.tree import StateError
 from holdfast.spec import ExitCode, Spec, parse_spec
 from holdfast.spec.errors import DivergedError, SpecError
-from holdfast.store import Store, layout
+from holdfast.store import Store
 from holdfast.telemetry import read_history
 from tests.checkpoint.saving import opened
 from tests.script.launched import ask_to_leave, digest_of_run, run_script
@@ -168,8 +170,8 @@ def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_a_calm_one(
     assert sorted(header) == ["0.bias", "0.weight"]
 
 
-@pytest.mark.slow  # two launches
-def test_an_exception_of_the_script_ends_the_run_unless_the_spec_restarts_on_any(
+@pytest.mark.slow  # a launch
+def test_an_exception_of_the_script_ends_the_run_and_is_named(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TROUBLE", str(tmp_path))
@@ -179,10 +181,21 @@ def test_an_exception_of_the_script_ends_the_run_unless_the_spec_restarts_on_any
     with pytest.raises(GangError, match=r"train\.py raised ValueError: the script is wrong") as error:
         train_script(spec, store)
     assert error.value.exit_code == ExitCode.USER_CODE
-    store.put(layout.code(str(spec.code)), b"another program")
-    with pytest.raises(GangError, match="the job asks for") as error:
-        train_script(spec.model_copy(update={"name": "again"}), store, salt="tampered")
-    assert error.value.exit_code == ExitCode.BAD_DATA
+
+
+@pytest.mark.parametrize(
+    ("error", "restart_on", "code"),
+    [
+        (ValueError("x"), "lost", ExitCode.USER_CODE),
+        (ValueError("x"), "any", ExitCode.SCRIPT_FAILED),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:1] Connection closed by peer"), "lost", ExitCode.LOST_PEER),
+        (MemoryError(), "any", ExitCode.OUT_OF_MEMORY),
+    ],
+)
+def test_an_exception_of_the_script_has_the_code_that_decides_a_restart(
+    error: Exception, restart_on: str, code: ExitCode
+) -> None:
+    assert code_of(_failure(error, Path("train.py"), restart_on)) == code
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ VALUES: dict[str, Any] = {
     "flags": [True, False],
     "numbers": (1, -0.0, 1e-300, 2**80),
     "floats": [float("inf"), float("-inf")],
-    "text": "zwölf ~ \ud800",
+    "text": "zwölf ~",
     "bytes": b"\x00\xff",
     "keys": {1: "one", (2, "b"): "two", "~tuple": "no tag"},
     "counter": Counter({3: 2}),
@@ -48,6 +48,7 @@ def test_tensors_are_kept_apart_under_their_paths() -> None:
     [
         ({"a": [(_ for _ in ())]}, "state/a/0 is a builtins.generator"),
         ({"f": lambda: 0}, "state/f is a builtins.function"),
+        ({"t": "\ud800"}, "state/t is text that is not Unicode"),
         ({"s": {1, 2}}, "state/s is a builtins.set"),
         ({"o": np.array([object()])}, "state/o is an array of object"),
         ({"x": torch.ones(2).to_sparse()}, "state/x is a tensor with the layout"),

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from holdfast.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
+from holdfast.spec.errors import SpecError
 from holdfast.spec.fields import Leaf, is_list, is_mapping, leaves
 from holdfast.spec.rules.cluster import STEP_PODS
 from holdfast.spec.schema import identity_of
@@ -70,7 +71,11 @@ def changed(leaf: Leaf) -> Spec:
     return Spec.model_validate(whole)
 
 
-@pytest.mark.parametrize("leaf", [leaf for leaf in leaves() if leaf.path not in ONE_VALUE], ids=lambda leaf: leaf.path)
+# A script replaces the fields that make the run id; see the test of scripts.
+OF_LOOP = [leaf for leaf in leaves() if leaf.path not in (*ONE_VALUE, "code") and not leaf.path.startswith("train.")]
+
+
+@pytest.mark.parametrize("leaf", OF_LOOP, ids=lambda leaf: leaf.path)
 def test_the_run_id_follows_exactly_the_identity_fields(leaf: Leaf) -> None:
     same_id = run_id(changed(leaf), "dataset") == run_id(Spec.model_validate(tree()), "dataset")
     if leaf.path.startswith("data."):
@@ -80,6 +85,20 @@ def test_the_run_id_follows_exactly_the_identity_fields(leaf: Leaf) -> None:
     assert same_id is not in_the_id
     outside = {"identity": "through the dataset id", "plan": "plan", "neither": "no"}[leaf.role]
     assert identity_of(leaf) == ("yes" if in_the_id else outside)
+
+
+def test_the_run_id_of_a_script_follows_its_code_and_its_arguments() -> None:
+    def script_id(code: str = "0", **fields: Any) -> str:
+        train = {"script": "train.py", **fields}
+        spec = Spec.model_validate({"name": "a", "code": f"blake3:{code * 64}", "train": train})
+        return run_id(spec, "")
+
+    same = [script_id(), script_id(restart_on="any"), script_id(log_every=1)]
+    other = [script_id("1"), script_id(arguments=["1"]), script_id(determinism="exact"), script_id(script="other.py")]
+    assert len(set(same)) == 1
+    assert len({*same, *other}) == 5
+    with pytest.raises(SpecError, match="is a script that was not read"):
+        run_id(Spec.model_validate({"name": "a", "train": {"script": "train.py"}}), "")
 
 
 def test_the_plan_is_these_fields_and_no_others() -> None:
@@ -115,7 +134,8 @@ def test_runtime_fields_are_these_and_no_others() -> None:
     runtime_fields = [leaf.path for leaf in leaves() if leaf.role == "neither"]
     sections = ("checkpoint", "evaluation", "registration", "schedule", "serving", "telemetry")
     assert [path for path in runtime_fields if path.split(".")[0] not in sections] == [
-        "name", "store", "data.workers", "data.fan_out", "training.topk_fraction", "training.anomalies.max_consecutive",
+        "name", "code", "store", "data.workers", "data.fan_out", "train.restart_on", "train.log_every",
+        "training.topk_fraction", "training.anomalies.max_consecutive",
         "training.log_every",
         "parallel.auto",
         *(leaf.path for leaf in leaves() if leaf.path.startswith("cluster.")
@@ -165,6 +185,7 @@ def test_every_exit_code_has_one_number_that_shows_if_it_is_retryable() -> None:
     assert {code.name for code in ExitCode if code.retryable} == {
         "INTERRUPTED", "KILLED", "TERMINATED", "HUNG", "LOST_PEER", "STORE_UNREACHABLE", "PREEMPTED", "NO_SPACE",
         "UNSCHEDULABLE", "CLUSTER_UNREACHABLE", "WRONG_ARITHMETIC", "RENDEZVOUS_TIMEOUT", "UNHEALTHY_NODE",
+        "SCRIPT_FAILED",
     }  # fmt: skip
     assert all(code.retryable == (code.value >= 128) for code in ExitCode)
 

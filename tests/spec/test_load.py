@@ -103,7 +103,7 @@ def test_missing_fields_are_reported_with_what_they_take(refused) -> None:
         ("data", "is required"),
     ]
     assert "lower-case letters" in problems[0].remedy
-    assert problems[1].remedy == "add the section data"
+    assert problems[1].remedy == "add the section data, or a training script: train.script"
 
 
 @pytest.mark.parametrize("leaf", leaves(), ids=lambda leaf: leaf.path)

@@ -1,6 +1,6 @@
 """Stacks of each thread of a rank: on a signal, the rank writes them to a file, in C and without another process.
 
-This needs neither Python's lock nor a reader of a pipe. `train.hang_reporting` sets it up.
+This needs neither Python's lock nor a reader of a pipe. `rank.hang_reporting` sets it up.
 """
 
 from __future__ import annotations

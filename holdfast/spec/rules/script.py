@@ -42,7 +42,8 @@ def check_script(spec: Spec) -> Iterator[Problem]:
 
 def _changed(section: Section) -> Iterator[tuple[str, object]]:
     """The fields of a section that do not have their default values."""
-    for name, default in type(section)().model_dump().items():
-        value = section.model_dump()[name]
-        if value != default:
+    default = type(section)()
+    for name in type(section).model_fields:
+        value = getattr(section, name)
+        if value != getattr(default, name):
             yield name, value
