@@ -72,7 +72,7 @@ def _compare(first: Any, second: Any, path: str, found: list[str]) -> None:
         found.append(f"{path}: {str(first)[:60]} and {str(second)[:60]}")
 
 
-def _plain(value: object, path: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:  # noqa: PLR0911 - by type
+def _plain(value: object, path: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:  # noqa: PLR0911, PLR0912 - by type
     if depth > DEEPEST:
         raise StateError(f"{path} is nested more than {DEEPEST} levels deep, or contains itself; {_REMEDY}")
     if value is None or type(value) in (bool, int):

@@ -55,7 +55,7 @@ def training_job(
     module, own = "holdfast.rank.worker", list[str]()
     environment = {CLOUD: spec.cluster.spot} if spec.cluster.spot else {}
     if spec.train.script is not None:
-        # What runs is on the command line: whoever writes to the store can change neither the code nor its arguments.
+        # What runs is on the command line, so write access to the store changes neither the code nor its arguments.
         module = "holdfast.script.process"
         own = ["--code", str(spec.code), "--entry", spec.train.script, "--", *spec.train.arguments]
         environment["PYTHONHASHSEED"] = "0"
