@@ -89,6 +89,8 @@ def _exchange(rank: int, size: int, folder: Path) -> tuple[bool, bool, float, fl
     """
     folder.mkdir(exist_ok=True)
     join(folder, rank, size, always=False)
+    gc.collect()
+    gc.freeze()  # objects of the imports, which `_bytes_of_tensors` would search at each bucket
     grid, parameters = Grid(8, size), [torch.nn.Parameter(torch.zeros(size)) for size in SIZES]
     sums, original_meet, met = GradientSums(parameters, rank, 1e9), _Bucket.meet, []
 

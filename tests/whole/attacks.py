@@ -8,6 +8,7 @@ import random
 import socket
 import struct
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -95,10 +96,13 @@ ATTACKS: tuple[Callable[[int, Path], None], ...] = (replace_the_state, send_garb
 
 
 def attack(ports: Iterable[int], mark: Path) -> list[socket.socket]:
-    """Run every attack on each port. Returns the connections that still wait."""
-    connections = []
-    for port in sorted(ports):
-        connections += keep_waiting(port)
+    """Run every attack on each port, on all ports concurrently. Returns the connections that still wait."""
+
+    def attack_port(port: int) -> list[socket.socket]:
+        connections = keep_waiting(port)
         for send in ATTACKS:
             send(port, mark)
-    return connections
+        return connections
+
+    with ThreadPoolExecutor(32) as pool:
+        return [connection for kept in pool.map(attack_port, sorted(ports)) for connection in kept]
