@@ -41,7 +41,7 @@ class HuggingFace:
 
 def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[ExportFile]:
     """The files of a checkpoint's model, before any of them is generated. Adapters are merged into their base, and
-    are also exported separately. Raises DataError if the base has changed or cannot be read."""
+    are also exported separately if `peft` can load them. Raises DataError if the base has changed or cannot be read."""
     rows: Rows = checkpoint.rows
     adapters, base = list[ExportFile](), checkpoint.manifest.base
     if base is not None and spec.training.lora.rank is not None:
@@ -51,7 +51,8 @@ def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[Ex
         require_fit(weights, spec.model, dataset.vocabulary)
         lora = spec.training.lora
         shapes = adapter_shapes(spec.model, dataset.vocabulary, lora)
-        adapters = peft_files(shapes, checkpoint.rows, lora, location)
+        if spec.model.family != "phi3":  # its matrices are fused in `transformers`; adapters of their parts do not load
+            adapters = peft_files(shapes, checkpoint.rows, lora, location)
         stored = stored_rows(weights.rows, frozen_matrices(spec.model, dataset.vocabulary, lora), lora.base)
         rows = merging_rows(stored, shapes, checkpoint.tensor, lora)
     files = export_files(

@@ -37,6 +37,8 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("dense layers of Mixtral", {"model.family": "mixtral", "model.experts": 4, "model.dense_layers": 1},
      "model.dense_layers", 1, "family: dots1 or glm4_moe"),
     ("only dense layers", {**GLM, "model.dense_layers": 9}, "model.dense_layers", 9, "use at most"),
+    ("odd dense layer", {**GLM, "model.dense_layers": 1, "model.dense_ffn": 33, "parallel.tensor": 2,
+     "parallel.processes": 2}, "model.dense_ffn", 33, "multiple of 2"),
     ("uneven groups", {**GLM, "model.routing.groups": 3}, "model.routing.groups", 3, "use one of [1, 2]"),
     ("few groups", {**GLM, "model.routing.groups": 2, "model.routing.top_k": 3},
      "model.routing.top_groups", 1, "use 2"),

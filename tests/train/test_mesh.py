@@ -140,6 +140,10 @@ def test_ranks_of_a_tensor_group_see_the_same_rows_and_one_of_them_speaks() -> N
 def test_stages_are_dealt_layers_so_that_the_dearest_costs_least() -> None:
     assert split_layers(Model(layers=8), 300, 4) == [range(0, 2), range(2, 4), range(4, 6), range(6, 8)]
     assert split_layers(Model(layers=8), 50_000, 4) == [range(0, 2), range(2, 4), range(4, 7), range(7, 8)]  # the head
+    wide = Model(
+        family="glm4_moe", layers=4, experts=8, ffn=64, dense_layers=1, dense_ffn=16_384, routing={"shared": 1}
+    )
+    assert split_layers(wide, 300, 2) == [range(0, 1), range(1, 4)], "the dense layer costs more than three of experts"
     for layers, stages in product(range(1, 9), range(1, 9)):
         if stages <= layers:
             stages_layers = split_layers(Model(layers=layers), 300, stages)

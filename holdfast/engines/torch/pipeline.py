@@ -45,11 +45,12 @@ def split_layers(model: Model, vocabulary: int, stages: int) -> list[range]:
     """The layers of each stage, with the lowest cost of the most expensive stage. The cost of a layer and of the head
     is its multiplications per token (see `flops_per_token`). An embedding lookup costs nothing."""
     width = model.head_width * (2 * model.heads + 2 * model.key_value_heads)
-    wide = model.ffn_width  # summed over all experts that a token passes through
-    if model.experts > 1:
-        wide *= min(model.routing.top_k, model.experts) + model.routing.shared
-    layer = model.hidden * (width + 3 * wide) + 2 * model.context * model.heads * model.head_width
-    costs = [layer] * model.layers
+    met = min(model.routing.top_k, model.experts) + model.routing.shared  # experts that a token passes through
+    costs = []
+    for layer in model.layer_shapes():
+        wide = met * model.ffn_width if layer.mixture else model.dense_width
+        seen = min(layer.window or model.context, model.context) if model.preset.pattern else model.context
+        costs.append(model.hidden * (width + 3 * wide) + 2 * seen * model.heads * model.head_width)
     costs[-1] += model.hidden * vocabulary
     return split(costs, stages)
 

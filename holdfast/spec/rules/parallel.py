@@ -58,6 +58,11 @@ def check_tensor_parallel(spec: Spec) -> Iterator[Problem]:
     for field, size, cut, parts in (
         ("model.context", model.context, model.context, "the sequence"),
         ("model.ffn", model.ffn_width, width, feed_forward),
+        *(
+            [("model.dense_ffn", model.dense_width, model.dense_width, "the dense layers")]
+            if model.dense_layers
+            else []
+        ),
     ):
         if cut % tensor:
             yield Problem(
