@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from holdfast.api.submission import NO_OPTIONS, ClusterOptions
+from holdfast.api.submission import NO_OPTIONS, ClusterOptions, publish_request_code
+from holdfast.code.resolve import resolve_code
+from holdfast.pipelines.backends import WITH_ENDPOINT
 from holdfast.spec import Spec
 from holdfast.spec.errors import UsageError
 
@@ -67,7 +70,10 @@ def compile_spec(
     over: Sequence[str] = (),
     concurrent_trials: int = 0,
 ) -> str:
-    """The manifests of a spec for a system, or with `over` those of a sweep, as YAML or JSON. Sends nothing."""
+    """The manifests of a spec for a system, or with `over` those of a sweep, as YAML or JSON. Sends nothing,
+    except your own code to the store of the spec."""
+    from holdfast.pipelines.backends.request import RunRequest
+
     system = target_of(target)
     if image and system not in WITH_SWEEPS:
         raise UsageError(f"the target {system} takes its image from cluster.image", "--image", "leave it out")
@@ -75,6 +81,9 @@ def compile_spec(
         raise UsageError(f"the target {system} has no sweeps", "--over", f"use one of {', '.join(WITH_SWEEPS)}")
     if concurrent_trials and not (over and system is Target.ARGO):
         raise UsageError("is used only with --over and --target argo", "--concurrent-trials", "leave it out")
+    spec = resolve_code(spec, Path.cwd())
+    if spec.code is not None:
+        publish_request_code(RunRequest(spec), WITH_ENDPOINT)
     if over:
         return _sweep(spec, system, over, concurrent_trials, image)
     if system in _WRITERS:
@@ -118,8 +127,9 @@ def schedule(
 
     schedules.trigger_of(spec, timezone)  # refuses a schedule that KFP cannot have, before anything else
     run_request = identify_request(
-        RunRequest(spec, store, service_account=options.service_account, image=options.image)
+        RunRequest(resolve_code(spec, Path.cwd()), store, service_account=options.service_account, image=options.image)
     )
+    publish_request_code(run_request, WITH_ENDPOINT)
     return schedules.schedule(server, run_request, controller_timezone=timezone)
 
 

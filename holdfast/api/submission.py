@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from holdfast.code.resolve import publish_code, require_known_code, resolve_code
 from holdfast.pipelines.backends import (
     DEFAULT,
     VARIABLE,
@@ -147,7 +148,10 @@ def request(
     name = default_backend(backend)
     capabilities = capabilities_of(name)
     _require_usable(name, options, sweep=bool(over))
-    checked_spec = spec if isinstance(spec, Spec) and not overrides else load_spec(_path(spec), overrides)
+    if isinstance(spec, Spec) and not overrides:
+        checked_spec = resolve_code(spec, Path.cwd())
+    else:
+        checked_spec = load_spec(_path(spec), overrides)
     _require_script_here(checked_spec, capabilities.foreground, bool(over))
     trials = grid(checked_spec, over) if over else ()
     run_request = RunRequest(
@@ -189,6 +193,7 @@ def submit(
     it. A failure of the run is no error here: see `Submission.run`.
     """
     target = _opened(default_backend(backend), wanted.store, options, console, again)
+    publish_request_code(wanted, default_backend(backend))
     return _recorded(target.submit(wanted), wanted, options)
 
 
@@ -234,6 +239,7 @@ def resume(run: str, *, at: Location = AS_RECORDED, replan: bool = False, consol
         )
     last = record if replan else record.accepted(opened_store)
     run_request = replace(last.request, replan=replan)  # a permission counts once
+    require_known_code(run_request.spec, run)
     target = open_recorded(at, record)
     _show_on(target, console)
     place = resolve_location(at, record)
@@ -339,6 +345,17 @@ def _opened(name: str, store: str, options: ClusterOptions, console: Console | N
     target = open_backend(name, store=store, endpoint=options.endpoint, namespace=options.namespace)
     _show_on(target, console, again)
     return target
+
+
+def publish_request_code(wanted: RunRequest, backend: str) -> None:
+    """Put the code of a request into the store of its run. Raises SpecError if that store is unknown here."""
+    if wanted.spec.code is None:
+        return
+    root = wanted.store or wanted.spec.store or os.environ.get("HOLDFAST_STORE", "")
+    if not root and not (capabilities_of(backend).foreground or capabilities_of(backend).shared_folders):
+        remedy = "name the store of the pods: --store, `store` in the spec, or HOLDFAST_STORE"
+        raise SpecError([Problem("store", None, "is needed here, to send your code to it", remedy)])
+    publish_code(wanted.spec, open_store_at(root))
 
 
 def _show_on(target: Backend, console: Console | None, again: str = "") -> None:

@@ -6,6 +6,7 @@ the remaining checkpoints. It reads the run's store and changes nothing there.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -16,6 +17,7 @@ from typing import Any
 from holdfast.checkpoint import Manifest, list_attempts, read_manifest
 from holdfast.checkpoint.attempts import read_attempt
 from holdfast.checkpoint.lineage import counted_steps, newest_step
+from holdfast.code.resolve import require_known_code
 from holdfast.components.train.step import GangError
 from holdfast.engines.assignment import Assignment
 from holdfast.launch.interface import Job
@@ -24,6 +26,7 @@ from holdfast.launch.local.launcher import LocalLauncher
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec import Spec
 from holdfast.spec.errors import DataError, MissingError, PlanChangedError
+from holdfast.spec.functions import code_arguments, rank_functions, require_functions
 from holdfast.spec.json_parsing import parse_json_lines
 from holdfast.spec.plan import Segment
 from holdfast.store import Store
@@ -88,12 +91,16 @@ def replay_steps(
     launch, ranks = _computed_by(store, manifest, start, last)
     segment = _segment(manifest, start, last)
     assignment = Assignment.recorded(read_launch(store, run_id, launch).assignment, f"launch {launch} of run {run_id}")
+    if functions := rank_functions(assignment):
+        require_known_code(spec, f"run {run_id}")
+        require_functions(spec, json.dumps(functions), f"the metadata of run {run_id}")
     with temporary_folder("replay") as name:
         folder = Path(name)
         results, plan = folder / "rows.jsonl", folder / "plan.json"
         results.touch()
         command = ["-m", "holdfast.audit.replay_rank", "--of", run_id, "--launch", str(launch)]
         command += ["--root", store.url, "--from-step", str(start), "--to-step", str(last), "--results", str(results)]
+        command += code_arguments(spec.code, functions)
         if start:  # the ranks open it by its step, and its root may be replaced by then
             command += ["--state-digest", read_manifest(store, run_id, start).state_digest]
         if not anyway:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from holdfast.checkpoint import open_checkpoint
+from holdfast.code.resolve import enter_code
 from holdfast.collectives import Gang, noticing_lost_peers
 from holdfast.dataset import Dataset, Prefetcher
 from holdfast.engines.assignment import Assignment
@@ -44,6 +45,7 @@ from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import exit_code_of
 from holdfast.runtime.logs import configure_logging
 from holdfast.spec.errors import DataError, PlanChangedError
+from holdfast.spec.functions import require_functions
 from holdfast.spec.plan import Plan
 from holdfast.spec.training import BatchSizes
 from holdfast.store import Store, open_store
@@ -175,6 +177,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True, type=kind)
     parser.add_argument("--plan", type=Path)
     parser.add_argument("--state-digest", default="")
+    parser.add_argument("--code")
+    parser.add_argument("--functions", default="")
     parser.add_argument("--results", required=True, type=Path)
     options = parser.parse_args()
     die_with_parent()
@@ -185,6 +189,10 @@ def main() -> None:
         plan = None if options.plan is None else Plan.model_validate_json(options.plan.read_bytes())
         with noticing_lost_peers():
             store, steps = open_store(options.root), (options.from_step, options.to_step)
+            source = f"launch {options.launch} of run {options.of}"
+            assignment = Assignment.recorded(read_launch(store, options.of, options.launch).assignment, source)
+            require_functions(assignment, options.functions, source)
+            enter_code(store, options.code)
             replay(store, options.of, options.launch, *steps, plan, options.results, options.state_digest)
 
     code = exit_code_of(body)

@@ -13,7 +13,7 @@ from blake3 import blake3
 from holdfast.corpus.sources import ResolvedSource, resolve
 from holdfast.spec import Spec, digest
 from holdfast.spec.data import Data
-from holdfast.spec.identity import fields_of
+from holdfast.spec.identity import fields_of, function_identity
 
 PREPROCESS_VERSION = 1  # raised when the same input would give other bytes
 CONVERSATION_VERSION = 3  # the same for conversations and preferences only
@@ -41,10 +41,15 @@ def identity_of(spec: Spec, sources: Sequence[ResolvedSource]) -> str:
         from holdfast.corpus.tokenizer import read_settled
 
         settings["tokenizer"]["path"] = blake3(read_settled(data.tokenizer).encode()).hexdigest()
-    content = [
-        {"text_field": resolved.source.text_field, "files": [file.content for file in resolved.files]}
-        for resolved in sources
-    ]
+    content = []
+    for number, resolved in enumerate(sources):
+        source: dict[str, Any] = {
+            "text_field": resolved.source.text_field,
+            "files": [file.content for file in resolved.files],
+        }
+        if resolved.source.reader is not None:
+            source["reader"] = function_identity(f"data.sources.{number}.reader", resolved.source.reader)
+        content.append(source)
     return digest({"version": PREPROCESS_VERSION, "settings": settings, "sources": content})
 
 
@@ -58,6 +63,11 @@ def dataset_settings(data: Data, packed: int = 0) -> dict[str, Any]:
     conversations. Weights and document masks apply only when batches are read, so they are not included."""
     fields = fields_of(data)
     settings = {name: fields[name] for name in ("tokenizer", "cleaning", "validation_fraction", "shard_tokens")}
+    if data.cleaning.filters:
+        named = enumerate(data.cleaning.filters)
+        settings["cleaning"]["filters"] = [function_identity(f"data.cleaning.filters.{n}", each) for n, each in named]
+    else:
+        del settings["cleaning"]["filters"]
     if data.tokenizer.rows is None:
         del settings["tokenizer"]["rows"]
     if data.kind != "text":

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel, ConfigDict
 
 from holdfast.corpus.identity import dataset_settings, identity_of, sample_tokens
+from holdfast.corpus.own import enter_own_code
 from holdfast.corpus.sources import resolve
 from holdfast.dataset.dataset import damaged_shards
 from holdfast.dataset.manifest import Example, Lineage, Manifest, load_manifest
@@ -89,6 +90,7 @@ def divide(spec: Spec, store: Store, shares: int = 0) -> Divided:
     """
     from holdfast.corpus.shard_plan import MAX_SHARES, plan_shards, save
 
+    enter_own_code(spec, store)
     sources = resolve(spec.data)
     dataset_id = identity_of(spec, sources)
     if _finished(store, dataset_id) is not None:
@@ -119,6 +121,7 @@ def tokenise(spec: Spec, store: Store, division: str, share: str, progress: Prog
 
     started = time.monotonic()
     share_ = parse_share(share)
+    enter_own_code(spec, store)
     units = reused = size = 0
     if division != FINISHED:
         plan = load(store, division, spec.data, share_, sample_tokens(spec))
@@ -136,6 +139,7 @@ def prepare(spec: Spec, store: Store, progress: Progress | None = None, division
     DataError for text or a tokenizer that cannot be used, and MissingError for missing sources.
     """
     started = time.monotonic()
+    enter_own_code(spec, store)
     divided_before = division not in ("", FINISHED)
     if divided_before:
         from holdfast.corpus.shard_plan import load

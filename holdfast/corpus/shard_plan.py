@@ -18,6 +18,7 @@ from blake3 import blake3
 from holdfast.corpus.chat import template_name
 from holdfast.corpus.files import SourceFile
 from holdfast.corpus.identity import dataset_settings
+from holdfast.corpus.own import OwnFunctions
 from holdfast.corpus.sources import ResolvedSource
 from holdfast.corpus.tokenizer import Prepared as PreparedTokenizer
 from holdfast.corpus.tokenizer import prepare as prepare_tokenizer
@@ -67,6 +68,7 @@ class ShardPlan:
             data.cleaning,
             tokenizer.template,
             name,
+            OwnFunctions.of(data),
         )
 
 

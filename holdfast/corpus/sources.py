@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from blake3 import blake3
@@ -110,13 +110,18 @@ def _stdlib(field: str) -> list[tuple[str, Path]]:
     return files
 
 
+def _format(source: Source) -> Literal["auto", "text", "jsonl", "parquet"]:
+    """The format of a source's files. A reader of user code gets whole files, of any name."""
+    return "text" if source.reader is not None else source.format
+
+
 def _local(found: Iterable[tuple[str, Path]], source: Source) -> list[SourceFile]:
     with ThreadPoolExecutor(HASH_THREADS) as pool:
         return list(pool.map(lambda item: _digested(item[0], item[1], source), found))
 
 
 def _digested(name: str, path: Path, source: Source) -> SourceFile:
-    format_, compression = suffixes(name, source.format)
+    format_, compression = suffixes(name, _format(source))
     try:
         stamp = local_stamp(path)
         size = path.stat().st_size
@@ -158,7 +163,7 @@ def _s3(source: Source, field: str) -> list[SourceFile]:
             continue
         with _naming(field):
             check_key(info.key)
-        format_, compression = suffixes(info.key, source.format)
+        format_, compression = suffixes(info.key, _format(source))
         files.append(
             SourceFile(
                 name=f"{bucket}/{info.key}",
@@ -216,7 +221,7 @@ def _dvc(source: Source, field: str) -> tuple[list[SourceFile], _Origin]:
     files = []
     for name, entry in sorted(entries.items()):
         details = entry.get("dvc_info") or {}
-        format_, compression = suffixes(name, source.format)
+        format_, compression = suffixes(name, _format(source))
         files.append(
             SourceFile(
                 name=f"{name}@{commit[:10]}",

@@ -17,6 +17,7 @@ from blake3 import blake3
 
 from holdfast.corpus.encode import load_tokenizer, settled
 from holdfast.corpus.files import read_user_file
+from holdfast.corpus.own import NO_FUNCTIONS, OwnFunctions, cleaning_settings
 from holdfast.corpus.units import Piece, documents
 from holdfast.dataset.manifest import DtypeName
 from holdfast.dataset.shards import dtype_for
@@ -69,7 +70,11 @@ def read_settled(tokenizer: Tokenizer) -> str:
 
 def trained_key(data: Data, corpus: str) -> str:
     """The store key of the tokenizer that `data` trains on a corpus with the digest `corpus`."""
-    decisive = {"tokenizer": data.tokenizer.model_dump(), "cleaning": data.cleaning.model_dump(), "corpus": corpus}
+    decisive = {
+        "tokenizer": data.tokenizer.model_dump(),
+        "cleaning": cleaning_settings(data.cleaning),
+        "corpus": corpus,
+    }
     return layout.unit(f"bpe-{digest(decisive)}", "tokenizer.json")
 
 
@@ -84,7 +89,7 @@ def prepare(data: Data, corpus: str, pieces: Sequence[Piece], store: Store) -> P
         if store.stat(key) is not None:
             text = store.get(key).decode()
         else:
-            text = train(settings, sample(pieces, data.cleaning, settings.sample_bytes))
+            text = train(settings, sample(pieces, data.cleaning, settings.sample_bytes, OwnFunctions.of(data)))
             store.put(key, text.encode())
     if data.kind != "text":  # marks take the upper bits
         from holdfast.corpus.chat import read_template
@@ -124,7 +129,7 @@ def train(settings: Tokenizer, texts: Iterator[str]) -> str:
     return str(tokenizer.to_str())
 
 
-def sample(pieces: Sequence[Piece], cleaning: Cleaning, limit: int) -> Iterator[str]:
+def sample(pieces: Sequence[Piece], cleaning: Cleaning, limit: int, own: OwnFunctions = NO_FUNCTIONS) -> Iterator[str]:
     """An even sample of the cleaned text: equal shares of evenly spaced pieces, or all of a small corpus."""
     total = sum(piece.bytes for piece in pieces)
     chosen = list(pieces)
@@ -135,7 +140,7 @@ def sample(pieces: Sequence[Piece], cleaning: Cleaning, limit: int) -> Iterator[
         # Compressed pieces hold more text than bytes, so the share is computed from the limit.
         share = limit * (number + 1) // len(chosen) - limit * number // len(chosen) if total > limit else limit
         remaining = share
-        for _, _, text in documents(piece, cleaning):
+        for _, _, text in documents(piece, cleaning, own):
             if isinstance(text, str) and text:
                 yield text[:remaining]
                 remaining -= len(text)

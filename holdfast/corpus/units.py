@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError
 from holdfast.corpus.encode import Encoder, LossyError
 from holdfast.corpus.files import CorruptFileError, SourceFile, here
+from holdfast.corpus.own import NO_FUNCTIONS, OwnFunctions, cleaning_settings, reader_identity
 from holdfast.corpus.records import FILTERS, Flaw, Kind, Range, before, excerpt, place, records, row_groups
 from holdfast.corpus.sources import ResolvedSource
 from holdfast.dataset.manifest import DtypeName
@@ -129,6 +130,7 @@ class Piece:
     text_field: str
     range: Range | None = None
     kind: Kind = "text"  # of its records
+    reader: str = ""  # the identity of the source's reader, if user code reads it
 
     @property
     def bytes(self) -> int:
@@ -145,6 +147,8 @@ class Piece:
         """The name of the unit. `settings` are the other values that determine the tokens."""
         content = [file.content for file in self.files]
         decisive = [UNIT_VERSION, content, self.kind, self.text_field, self.range, settings]
+        if self.reader:
+            decisive.append(self.reader)
         text = json.dumps(decisive, sort_keys=True)
         return blake3(text.encode()).hexdigest()[:32]
 
@@ -232,6 +236,7 @@ class Job:
     cleaning: Cleaning
     template: str = ""  # of conversations; empty for text
     template_name: str = ""  # for messages
+    own: OwnFunctions = NO_FUNCTIONS
 
     @property
     def settings(self) -> dict[str, object]:
@@ -240,7 +245,7 @@ class Job:
             "tokenizer": self.tokenizer_digest,
             "end_of_text": self.end_of_text,
             "dtype": self.dtype,
-            "cleaning": self.cleaning.model_dump(exclude={"deduplicate"}),
+            "cleaning": cleaning_settings(self.cleaning, "deduplicate"),
             **({"template": self.template} if self.template else {}),
         }
 
@@ -254,8 +259,11 @@ class Job:
 
 def plan(sources: Sequence[ResolvedSource], kind: Kind = "text") -> list[Piece]:
     """Divide the sources into pieces, in the order of their documents. The same files always give the same pieces."""
-    pieces = [piece for number, source in enumerate(sources) for piece in _plan(number, source)]
-    return [replace(piece, kind=kind) for piece in pieces]
+    return [
+        replace(piece, kind=kind, reader=reader_identity(source.source.reader))
+        for number, source in enumerate(sources)
+        for piece in _plan(number, source)
+    ]
 
 
 def _plan(number: int, source: ResolvedSource) -> Iterator[Piece]:
@@ -297,13 +305,21 @@ def _ranges(file: SourceFile) -> list[Range]:
     return []
 
 
-def documents(piece: Piece, cleaning: Cleaning) -> Iterator[tuple[int, int, str | Flaw | None]]:
+def documents(
+    piece: Piece, cleaning: Cleaning, own: OwnFunctions = NO_FUNCTIONS
+) -> Iterator[tuple[int, int, str | Flaw | None]]:
     """The cleaned documents of a piece, in order: the number of the file, the line or row as `records` counts, and
     the document. The document is a Flaw if it was dropped, and None for a blank line. Raises DataError with the
     location for a fault, if the spec requires that."""
     for number, file in enumerate(piece.files):
-        for at, record in records(file, piece.text_field, cleaning.max_characters, piece.range, piece.kind):
+        if piece.reader:
+            found = own.read(piece.source, file, piece.reader)
+        else:
+            found = records(file, piece.text_field, cleaning.max_characters, piece.range, piece.kind)
+        for at, record in found:
             cleaned = clean(record, cleaning, piece.kind) if isinstance(record, str) else record
+            if isinstance(cleaned, str):
+                cleaned = own.dropped(cleaned) or cleaned
             if isinstance(cleaned, Flaw):
                 _refuse(piece, Drop(number, at, cleaned), cleaning)
             yield number, at, cleaned
@@ -328,7 +344,7 @@ def tokenise(piece: Piece, job: Job, encoder: Encoder | ChatEncoder, store: Stor
         number, records_done = number + 1, part.records
         if part.last:
             return Outcome(True, piece.bytes)
-    stream = islice(documents(piece, job.cleaning), records_done, None)
+    stream = islice(documents(piece, job.cleaning, job.own), records_done, None)
     last = False
     while not last:
         part = _make_part(piece, stream, records_done, job, encoder)

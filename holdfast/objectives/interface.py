@@ -15,16 +15,18 @@ from torch import Tensor
 from holdfast.objectives.micro_batches import MicroBatch
 
 # What an objective uses in addition to the losses of the trained model: the losses of a frozen reference model, and the
-# divergence from it on answers to other prompts.
-Need = Literal["reference", "divergence"]
+# divergence from it on answers to other prompts, or whole logits instead of losses.
+Need = Literal["reference", "divergence", "logits"]
 
 
 class ObjectiveInputs(NamedTuple):
-    """What an engine computes for an objective from a micro-batch. Only `losses` has a gradient."""
+    """What an engine computes for an objective from a micro-batch. Only `losses` and `logits` have a
+    gradient."""
 
-    losses: Tensor  # [B, T], fp32: the cross-entropy of each target
+    losses: Tensor  # [B, T], fp32: the cross-entropy of each target; empty with logits
     reference: Tensor | None = None  # [B, T]: the same under the reference model
     divergence: Tensor | None = None  # of the global batch, in nats, at least 0
+    logits: Tensor | None = None  # [B, T, vocabulary], if the objective needs them
 
 
 class Objective(Protocol):

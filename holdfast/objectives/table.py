@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from holdfast.objectives.interface import Objective
 from holdfast.objectives.next_token import NextToken
+from holdfast.objectives.own import OwnObjective
 from holdfast.objectives.preference import DirectPreference, OddsRatio, RewardModel
 from holdfast.objectives.unpaired import UnpairedPreference
 from holdfast.spec import Spec
@@ -13,7 +14,7 @@ from holdfast.spec.training import ObjectiveName, Training
 
 def objective_of(spec: Spec) -> ObjectiveName:
     """The objective of a spec: the one that it names, or that of its head and data."""
-    named = spec.training.objective
+    named = spec.training.objective.kind
     if named == "auto" and spec.model.head == "scalar":
         return "reward"
     return OBJECTIVES[spec.data.kind][0] if named == "auto" else named
@@ -21,6 +22,8 @@ def objective_of(spec: Spec) -> ObjectiveName:
 
 def build_objective(name: ObjectiveName, training: Training) -> Objective:
     """The objective of that name, with the settings of `training`."""
+    if training.objective.is_own:
+        return OwnObjective(training.objective)
     settings = training.preference
     match name:
         case "dpo":

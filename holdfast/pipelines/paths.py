@@ -1,4 +1,4 @@
-"""A spec on the machine that submits it: `model.from` is filled in, and local paths become absolute.
+"""A spec on the machine that submits it: `model.from` and digests of code are filled in, local paths become absolute.
 
 Steps may run elsewhere. They read a spec without `model.from`, and paths that do not depend on a working directory.
 """
@@ -9,15 +9,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from holdfast.code.resolve import load_spec as load_plain_spec
 from holdfast.spec import Spec
 from holdfast.spec.data import Data, Source
 from holdfast.spec.errors import Problem
-from holdfast.spec.load import load_spec as load_plain_spec
 from holdfast.spec.load import written_leaves
 
 
 def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
-    """Read and check a spec, with the fields of `model.from` and the digest of its script filled in. Raises
+    """Read and check a spec, with the fields of `model.from` and the digests of its code filled in. Raises
     MissingError, DataError, SpecError."""
     from holdfast.code.script import resolve_script
 

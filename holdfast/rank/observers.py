@@ -14,12 +14,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 import torch
 
 from holdfast.checkpoint import Attempt
+from holdfast.code.load import describe
+from holdfast.code.resolve import bind, entered_folder
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import StepOutput
 from holdfast.rank.anomalies import Anomaly
@@ -27,6 +30,7 @@ from holdfast.rank.batch_digest import BatchDigest
 from holdfast.rank.measure.energy_meter import Meter
 from holdfast.rank.measure.throughput import Throughput
 from holdfast.spec.errors import DivergedError
+from holdfast.spec.functions import Function
 from holdfast.spec.training import BatchSizes
 from holdfast.telemetry import Row, emit, events, segment
 from holdfast.telemetry.history import OBJECTIVE, PHASE_SECONDS
@@ -241,3 +245,33 @@ class SystemMetrics:
             self._measured_at = self._clock()
             sample |= {f"system.gpu_{name}": value for name, value in self._meter.now() if value is not None}
         return sample
+
+
+class UserObserver:
+    """A function of user code that is called after each step. It must not change the training: one that fails is left
+    out from then on."""
+
+    def __init__(self, function: Function) -> None:
+        """`function` is called with the step and its metrics. Raises UserCodeError if it cannot be imported."""
+        self._use, self._function = function.use, bind(function)
+        self._failed = False
+
+    def on_step(self, finished: FinishedStep) -> None:
+        """See Observer. It reads the device, so that a step takes longer."""
+        if self._failed:
+            return
+        output = finished.output
+        metrics = {
+            "loss": float(output.loss),
+            "grad_norm": float(output.grad_norm),
+            "learning_rate": finished.learning_rate,
+        }
+        try:
+            self._function(finished.step, metrics)
+        except Exception as error:  # noqa: BLE001 - of user code
+            self._failed = True
+            log.warning("%s: failed, and is left out: %s", self._use, describe(error, Path(entered_folder())))
+
+    def on_save(self, step: int) -> Mapping[str, str]:  # noqa: ARG002
+        """See Observer."""
+        return {}

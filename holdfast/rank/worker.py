@@ -22,13 +22,14 @@ import torch._inductor.config  # use_deterministic_algorithms would import it in
 
 import holdfast.engines.torch.engine  # noqa: F401 - likewise build_engine
 from holdfast.checkpoint import Attempt, Checkpointer, Retention, SaveOptions
+from holdfast.code.resolve import enter_code
 from holdfast.collectives import Gang, noticing_lost_peers
 from holdfast.dataset import Dataset, Prefetcher
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.mesh import Mesh
 from holdfast.launch.device import device_name
 from holdfast.launch.exits import RankRecord, reporting_end
-from holdfast.launch.launches import read_launch
+from holdfast.launch.launches import LaunchRecord, read_launch
 from holdfast.launch.processes import die_with_parent
 from holdfast.rank.anomalies import Anomalies
 from holdfast.rank.batch_digest import BatchDigest
@@ -40,7 +41,7 @@ from holdfast.rank.measure.energy_meter import Meter
 from holdfast.rank.measure.phase_timer import PhaseTimeReporter
 from holdfast.rank.measure.profile import Profiler
 from holdfast.rank.measure.throughput import Throughput
-from holdfast.rank.observers import History, Observer, Progress
+from holdfast.rank.observers import History, Observer, Progress, UserObserver
 from holdfast.rank.plan import claim
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import make_deterministic
@@ -64,6 +65,7 @@ from holdfast.spec.errors import (
     UnhealthyNodeError,
     WrongArithmeticError,
 )
+from holdfast.spec.functions import require_functions
 from holdfast.store import Store, open_store
 from holdfast.telemetry import emit, phases, recording
 from holdfast.telemetry.channel import set_source
@@ -79,12 +81,15 @@ def work(
     launch: int,
     leave: PreemptionSignal,
     record: RankRecord | None = None,
+    code: str | None = None,
+    functions: str = "",
 ) -> None:
     """Run one rank of launch number `launch` until the run is trained. `record` receives the number of the attempt once
-    the gang has formed."""
+    the gang has formed. `code` and `functions` are those of the command line: user code that the rank may call."""
     phases.enter("start", 0)
     launched = read_launch(store, run_id, launch)
-    spec, replan = Assignment.recorded(launched.assignment, f"launch {launch} of run {run_id}"), launched.replan
+    spec = _assignment(launched, f"launch {launch} of run {run_id}", functions)
+    enter_code(store, code)
     make_deterministic(spec.training.determinism, spec.parallel.threads)
     dataset = Dataset.open(store, spec.dataset_id, cache_dir())
     phases.enter("meet")
@@ -93,7 +98,9 @@ def work(
             device, gang = meet(spec, leave)
             plan = agree_on_plan(spec, device, gang)
             check_health(store, spec, device, gang, launch)
-            claiming = partial(claim, store, spec.run_id, launch, gang.size, plan, spec.training.determinism, replan)
+            claiming = partial(
+                claim, store, spec.run_id, launch, gang.size, plan, spec.training.determinism, launched.replan
+            )
             attempt = gang.from_rank_0(claiming, Attempt)
             engine = built.enter_context(closing(build(spec, dataset)))  # it may own files
         set_source(f"rank {gang.rank}", launch=launch, attempt=attempt.number, not_before=launched.claimed)
@@ -102,7 +109,7 @@ def work(
         leave.raise_if_stopping("before the state was loaded")
 
         phases.enter("restore")
-        loader = StateLoader(spec, dataset.vocabulary, engine, plan, replan)
+        loader = StateLoader(spec, dataset.vocabulary, engine, plan, launched.replan)
         frozen = loader.fill_frozen()
         checkpointer = Checkpointer(
             store,
@@ -164,7 +171,7 @@ def work(
         )
         accounts = PhaseTimeReporter(gang.rank, gang.size, start, device, meter)
         profiler = Profiler(store, attempt, active=gang.rank == 0)
-        observers += [accounts, profiler]
+        observers += [accounts, profiler, *(map(UserObserver, spec.telemetry.observers) if gang.rank == 0 else ())]
         session = RankSession(spec, gang, engine, checkpointer, cadence, anomalies, observers, leave)
         # In-flight saves at the end hold a finite state that is equal on all replicas.
         with begun, accounts, profiler, closing(checkpointer), _leaving():
@@ -175,6 +182,13 @@ def work(
             if start == spec.training.steps:  # an earlier attempt died between its last commit and the collection
                 checkpointer.collect_garbage(start)
             checkpointer.drop_local_tiers()
+
+
+def _assignment(launched: LaunchRecord, source: str, functions: str) -> Assignment:
+    """The assignment of a launch. Raises DataError if it names other `functions` of user code than the command line."""
+    assignment = Assignment.recorded(launched.assignment, source)
+    require_functions(assignment, functions, source)
+    return assignment
 
 
 @contextmanager
@@ -233,6 +247,8 @@ class _RankProcess:
     launch: int
     leave: PreemptionSignal
     record: RankRecord
+    code: str | None = None
+    functions: str = ""
     blames_node: bool = False
 
     def run(self) -> None:
@@ -241,7 +257,7 @@ class _RankProcess:
         events = recording(store, self.run_id, f"rank {os.environ.get('RANK', '0')}", launch=self.launch)
         try:
             with events, reporting_end(), noticing_lost_peers():  # of the collectives of training
-                work(store, self.run_id, self.launch, self.leave, self.record)
+                work(store, self.run_id, self.launch, self.leave, self.record, self.code, self.functions)
         except (BadReaderError, WrongArithmeticError, UnhealthyNodeError) as error:
             self.blames_node = not isinstance(error, BadReaderError) or error.here
             raise
@@ -253,6 +269,8 @@ def main() -> None:
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--launch", required=True, type=int)
     parser.add_argument("--store", required=True)
+    parser.add_argument("--code", help="digest of the bundle of user code")
+    parser.add_argument("--functions", default="", metavar="JSON", help="functions of it that the rank may call")
     arguments = parser.parse_args()
     die_with_parent()
     configure_logging()
@@ -260,7 +278,15 @@ def main() -> None:
     record = RankRecord()
     enable_watchdog()
     leave.listen()
-    process = _RankProcess(arguments.store, arguments.run_id, arguments.launch, leave, record)
+    process = _RankProcess(
+        arguments.store,
+        arguments.run_id,
+        arguments.launch,
+        leave,
+        record,
+        code=arguments.code,
+        functions=arguments.functions,
+    )
     code = exit_code_of(process.run)
     if leave.wanted and code not in (ExitCode.OK, PreemptedError.exit_code):
         code = ExitCode.TERMINATED if code == ExitCode.LOST_PEER else code

@@ -16,10 +16,11 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.exported import exported_files
 from holdfast.model.files import TOKENIZER_BYTES, read_bytes
 from holdfast.model.hugging_face import load_exported
-from holdfast.scoring.score import Tokens, retokenise, rewindow, score
+from holdfast.scoring.score import Tokens, own_metrics, retokenise, rewindow, score
 from holdfast.scoring.tasks import TaskFiles, score_tasks
 from holdfast.scoring.verdict import Measured
 from holdfast.spec.errors import DataError, MissingError
+from holdfast.spec.operations import Metric
 from holdfast.store import Store, open_store
 from holdfast.telemetry import ConsoleProgress
 
@@ -55,13 +56,16 @@ def score_model(
     tasks: Sequence[TaskFiles] = (),
     *,
     document_masks: bool,
+    metrics: Sequence[Metric] = (),
 ) -> Measured:
-    """Score a model that was trained on the dataset's tokens: at most `max_tokens` held-out targets, and `tasks`.
+    """Score a model that was trained on the dataset's tokens: at most `max_tokens` held-out targets, `tasks`, and
+    `metrics` of user code on the same targets.
 
     Raises DataError without held-out text.
     """
     scalar = model.decoder.score is not None
-    rows = _held_out(dataset, model.decoder.shape.context, max_tokens, "score", every_answer=scalar)
+    context = model.decoder.shape.context
+    rows = _held_out(dataset, context, max_tokens, "score", every_answer=scalar)
     scores = score(
         model.decoder,
         rows,
@@ -69,7 +73,8 @@ def score_model(
         document_masks=document_masks,
         prepended_bytes=dataset.prepended_bytes(),
     )
-    return scores.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks)})
+    own = own_metrics(model.decoder, lambda: dataset.validation(context, max_tokens), metrics)
+    return scores.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks), "own": own})
 
 
 def score_champion(
@@ -80,9 +85,10 @@ def score_champion(
     context: int | None = None,
     tasks: Sequence[TaskFiles] = (),
     head: str = "tokens",
+    metrics: Sequence[Metric] = (),
 ) -> tuple[Measured, str]:
-    """Score a champion on the candidate's text and on `tasks`. Returns the metrics and a sentence on how it read the
-    text.
+    """Score a champion on the candidate's text, on `tasks`, and with `metrics` of user code. Returns the metrics and a
+    sentence on how it read the text.
 
     The text is that of `dataset.validation(context, max_tokens)`; the default context is the champion's. `head` is the
     candidate's (`model.head`). The champion attends within documents if it was trained with document masks. Raises
@@ -102,7 +108,8 @@ def score_champion(
         document_masks=_document_masks(store, champion),
         prepended_bytes=prepended_bytes(model.tokenizer_json, size),
     )
-    return scores.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks)}), note
+    own = own_metrics(model.decoder, lambda: _same_text(dataset, max_tokens, context, model)[0], metrics)
+    return scores.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks), "own": own}), note
 
 
 def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedModel) -> tuple[Iterator[Tokens], str]:

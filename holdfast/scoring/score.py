@@ -7,7 +7,8 @@ champion is scored on exactly the candidate's text. The evaluate step makes the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from holdfast.code.load import describe
+from holdfast.code.resolve import bind, entered_folder
 from holdfast.corpus.encode import load_tokenizer, settled
 from holdfast.dataset.vocabulary import ENDS, ID, NO_TOKEN, UNCOUNTED
 from holdfast.model.attention.segments import Segments
@@ -24,7 +27,8 @@ from holdfast.objectives.interface import ObjectiveInputs
 from holdfast.objectives.micro_batches import micro_batches
 from holdfast.objectives.preference import RewardModel
 from holdfast.scoring.verdict import Measured
-from holdfast.spec.errors import DataError
+from holdfast.spec.errors import DataError, UserCodeError
+from holdfast.spec.operations import Metric
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -112,6 +116,42 @@ def _score_pairs(decoder: Decoder, rows: Iterable[Tokens], token_bytes: Tokens, 
         text_bytes=text_bytes,
         reward_accuracy=float(sums[1]) / pairs,
     )
+
+
+def own_metrics(decoder: Decoder, rows: Callable[[], Iterable[Tokens]], metrics: Sequence[Metric]) -> dict[str, float]:
+    """The metrics of user code on the counted targets of `rows`, by name. Raises UserCodeError for a metric that fails,
+    or returns no number."""
+    values: dict[str, float] = {}
+    for metric in metrics:
+        function = bind(metric)
+        try:
+            with torch.inference_mode():
+                value = function(decoder, _metric_batches(decoder, rows()))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise UserCodeError(f"{metric.use}: failed: {describe(error, Path(entered_folder()))}") from error
+        if isinstance(value, Tensor) and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise UserCodeError(f"{metric.use}: returned {type(value).__name__}; return one number")
+        values[metric.name] = float(value)
+    return values
+
+
+def _metric_batches(decoder: Decoder, rows: Iterable[Tokens]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Tokens, targets and whether each target counts: [n, T] each, on the device of the model. The logits of a batch
+    fit LOGITS_BYTES, unless one row has more."""
+    device = decoder.model.embed_tokens.weight.device
+    for batch in rows:
+        most = max(1, LOGITS_BYTES // (4 * decoder.vocabulary * max(1, batch.shape[1] - 1)))
+        for start in range(0, len(batch), most):
+            row = batch[start : start + most]
+            counted = torch.from_numpy((row[:, 1:] & UNCOUNTED) == 0).to(device)
+            inputs, targets = (
+                torch.from_numpy(np.ascontiguousarray(part & ID)).to(device) for part in (row[:, :-1], row[:, 1:])
+            )
+            yield inputs, targets, counted
 
 
 def _affordable(batch: Tokens, decoder: Decoder) -> Iterator[Tokens]:

@@ -58,12 +58,14 @@ class Measured(Record):
     text_bytes: int  # UTF-8 bytes of the scored text
     reward_accuracy: float | None = None  # of a reward model: the share of pairs in the right order
     tasks: tuple[TaskScore, ...] = ()
+    own: dict[str, float] = {}  # metrics of user code, by name
 
     @property
     def figures(self) -> dict[str, float | int]:
-        """All metrics by name; a task's is `task.NAME.METRIC`."""
-        own: dict[str, float | int] = self.model_dump(exclude={"tasks"}, exclude_none=True)
-        return own | {f"task.{task.task}.{task.metric}": task.value for task in self.tasks}
+        """All metrics by name; a task's is `task.NAME.METRIC`, and one of user code `metric.NAME`."""
+        figures: dict[str, float | int] = self.model_dump(exclude={"tasks", "own"}, exclude_none=True)
+        figures |= {f"task.{task.task}.{task.metric}": task.value for task in self.tasks}
+        return figures | {f"metric.{name}": value for name, value in self.own.items()}
 
 
 EVALUATION_VERSION = 3  # raise by hand when the same model would get other figures
@@ -134,10 +136,13 @@ class Verdict(Record):
 
 def settings_key(spec: Spec) -> str:
     """A digest of the evaluation settings without the champion. The keys of all verdicts under them begin with it."""
+    settings = spec.evaluation.model_dump(mode="json")
+    if not spec.evaluation.metrics:
+        del settings["metrics"]  # keys are older than the field
     return digest(
         {
             "version": EVALUATION_VERSION,
-            "settings": spec.evaluation.model_dump(mode="json"),
+            "settings": settings,
             "registered_model": spec.registered_model,
         }
     )

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from holdfast.spec.functions import Function
 from holdfast.spec.section import Section, runtime_field
 
 
@@ -21,6 +22,11 @@ class Source(Section):
         "auto",
         description="Format of the files. `auto` uses the suffix, without .gz or .zst: .jsonl, .parquet, or else one "
         "text document per file. It refuses suffixes of data that is not text (.json, .csv, .zip).",
+    )
+    reader: Function | None = Field(
+        None,
+        description="Your own reader of each file, instead of `format`: a function of its bytes and its name that "
+        "yields texts.",
     )
     text_field: str = Field("text", description="The key (jsonl) or column (parquet) that holds a document's text.")
     weight: float | None = Field(
@@ -92,6 +98,11 @@ class Cleaning(Section):
     )
     deduplicate: bool = Field(
         True, description="Drop documents whose normalized text occurred before (exact, by content hash)."
+    )
+    filters: tuple[Function, ...] = Field(
+        (),
+        max_length=16,
+        description="Your own filters: functions of a document's text that return whether it is kept.",
     )
     on_bad_record: Literal["fail", "skip"] = Field(
         "fail",

@@ -15,6 +15,7 @@ from blake3 import blake3
 from pydantic import BaseModel
 
 from holdfast.spec.errors import Problem, SpecError
+from holdfast.spec.functions import Function
 from holdfast.spec.section import Role, Section, role_of
 from holdfast.spec.tree import Spec
 
@@ -48,6 +49,15 @@ def fields_of(section: BaseModel, role: Role = "identity") -> dict[str, Any]:
     return fields
 
 
+def function_identity(field: str, function: Function) -> dict[str, Any]:
+    """What determines the results of a function of user code: the source that it reaches, and its arguments. Raises
+    SpecError if its source is unknown."""
+    if function.digest is None:
+        remedy = "load the spec from its file, next to the code"
+        raise SpecError([Problem(field, function.use, "is a function whose code was not read", remedy)])
+    return {"arguments": function.keywords, "digest": function.digest}
+
+
 def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "") -> str:
     """The identity of a training run. `salt` (from `--fresh`) creates a different run with the same inputs.
     `first_weights` is the digest of the weights that `model.init_from` names, and replaces their location."""
@@ -62,6 +72,11 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         fields["model"]["init_from"] = first_weights
     if spec.training.optimizer.kind == "adamw":
         del fields["training"]["optimizer"]["kind"]  # it was the only kind when run ids were introduced
+    objective = spec.training.objective
+    fields["training"]["objective"] = objective.kind
+    if objective.is_own:
+        own = function_identity("training.objective", objective)
+        fields["training"]["objective"] = {"kind": objective.kind, **own}
     fields.pop("data")  # the dataset id covers it, and the bytes as well...
     fields["document_masks"] = spec.data.document_masks  # ...except for what is applied when batches are read
     fields["shuffle"] = spec.data.shuffle.model_dump()

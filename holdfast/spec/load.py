@@ -167,6 +167,14 @@ def written_leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[
             yield f"{prefix}{name}", value
 
 
+def place_problems(problems: Iterable[Problem], path: Path, overrides: Iterable[str] = ()) -> SpecError:
+    """The error for problems that were found after the spec at `path` was read, each with its line."""
+    tree, places = _read(read_spec_text(path), str(path))
+    for override in overrides:
+        _note(places, _apply(tree, override))
+    return SpecError([_placed(problem, places) for problem in problems], str(path))
+
+
 def written_spec(spec: Spec) -> dict[str, Any]:
     """The fields that a person gave, without defaults; `parse_spec` reads them back to an equal spec."""
     return spec.model_dump(mode="json", exclude_unset=True)

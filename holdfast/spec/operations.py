@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from holdfast.spec.cluster import LabelKey, LabelValue, NamespaceName, ObjectName, Quantity, Toleration
+from holdfast.spec.functions import Function
 from holdfast.spec.section import Section, runtime_field
 
 # A name that MLflow accepts, and that can be parsed from `holdfast models generate NAME@ALIAS` and `NAME/VERSION`.
@@ -28,6 +29,19 @@ class Task(Section):
     examples: int | None = runtime_field(None, "Number of questions, from the first. Default: all.", ge=1)
 
 
+class Metric(Function):
+    """A metric of your own code: a function of the model and the held-out batches (tokens, targets, counted) that
+    returns a number. Keys that are no fields are passed to it by name. See docs/your-own-code.md."""
+
+    at_least: float | None = runtime_field(None, "Bless only a model with this value or a higher one.")
+    at_most: float | None = runtime_field(None, "Bless only a model with this value or a lower one.")
+    versus_champion: Literal["ignore", "not_worse", "better"] = runtime_field(
+        "ignore", "Required comparison with the champion, by the same function on the same text."
+    )
+    higher_is_better: bool = runtime_field(True, "Whether a higher value is better (`versus_champion`).")
+    tolerance: float = runtime_field(0.0, "`not_worse` allows a value that is this much worse.", ge=0)
+
+
 class Evaluation(Section):
     """What is measured on the held-out split, and the conditions that a model must meet to be blessed."""
 
@@ -37,6 +51,7 @@ class Evaluation(Section):
     max_loss: float | None = runtime_field(None, "Bless only below this mean loss, in nats per token.", gt=0)
     max_perplexity: float | None = runtime_field(None, "Bless only below this perplexity.", gt=1)
     max_bits_per_byte: float | None = runtime_field(None, "Bless only below this many bits per byte of text.", gt=0)
+    metrics: tuple[Metric, ...] = runtime_field((), "Metrics of your own code.", max_length=16)
     versus_champion: Literal["not_worse", "better", "ignore"] = runtime_field(
         "not_worse", "Required comparison with the champion on the same held-out data, in bits per byte."
     )
@@ -181,6 +196,13 @@ class Serving(Section):
 
 class Telemetry(Section):
     """Metrics of a training run, and where they are served."""
+
+    observers: tuple[Function, ...] = runtime_field(
+        (),
+        "Your own observers: functions of a step and its metrics by name, which rank 0 calls after each step. One that "
+        "fails is left out, and the training continues.",
+        max_length=16,
+    )
 
     peak_tflops: float | None = runtime_field(
         None,

@@ -9,6 +9,7 @@ from typing import Literal, get_args
 
 from pydantic import Field, model_validator
 
+from holdfast.spec.functions import USE, Function
 from holdfast.spec.section import Section, plan_field, runtime_field
 
 LOSS_CHUNK = 1024  # tokens
@@ -135,6 +136,34 @@ class Preference(Section):
     undesirable_weight: float = Field(1.0, gt=0, description="kto: weight of the loss of undesirable answers.")
 
 
+class ObjectiveChoice(Function):
+    """What a step minimizes. Give the name of a built-in objective, or a function of your own code: it gets logits
+    [n, vocabulary] and targets [n], and returns a loss for each target. Keys that are no fields are passed to it by
+    name. See docs/your-own-code.md."""
+
+    kind: Literal["auto", "next_token", "dpo", "orpo", "reward", "kto"] = Field(
+        "auto",
+        description="A built-in objective. `auto`: next_token for text and chat, dpo for preferences, kto for "
+        "unpaired. `dpo`: direct preference optimization. `orpo`: the chosen answers and an odds ratio, without a "
+        "reference model. `reward`: the ranking loss of a reward model (`model.head: scalar`). `kto`: single answers "
+        "with labels (Kahneman-Tversky).",
+    )
+    use: str | None = runtime_field(  # type: ignore[assignment]
+        None,
+        "Your own objective: a Python file, relative to the folder of the spec, and a function in it.",
+        pattern=USE,
+    )
+
+    @classmethod
+    def _of_text(cls, value: str) -> dict[str, object]:
+        return {"use": value} if ":" in value else {"kind": value}
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is a function of user code."""
+        return self.use is not None
+
+
 class Training(Section):
     """The computation of every step."""
 
@@ -158,16 +187,10 @@ class Training(Section):
     loss_scale: LossScale = Field(
         default_factory=LossScale, description="Loss scaling for fp16, which keeps small gradients."
     )
+    objective: ObjectiveChoice = Field(default_factory=ObjectiveChoice, description="What a step minimizes.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="How gradients update weights.")
     schedule: Schedule = Field(default_factory=Schedule, description="The learning-rate schedule.")
     lora: Lora = Field(default_factory=Lora, description="Training of adapters instead of the weights.")
-    objective: Literal["auto", "next_token", "dpo", "orpo", "reward", "kto"] = Field(
-        "auto",
-        description="What a step minimizes. `auto`: next_token for text and chat, dpo for preferences, kto for "
-        "unpaired. `dpo`: direct preference optimization. `orpo`: the chosen answers and an odds ratio, without a "
-        "reference model. `reward`: the ranking loss of a reward model (`model.head: scalar`). `kto`: single answers "
-        "with labels (Kahneman-Tversky).",
-    )
     preference: Preference = Field(default_factory=Preference, description="How preferences are learned.")
     gradient_compression: Literal["none", "fp16", "bf16", "powersgd", "topk"] = Field(
         "none",

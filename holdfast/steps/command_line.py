@@ -9,12 +9,14 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from holdfast.code.resolve import is_kept, load_spec, publish_code
 from holdfast.runtime.environment import store_url
 from holdfast.spec.engine_text import escape, unescape
 from holdfast.spec.errors import DataError, Problem, SpecError
 from holdfast.spec.json_parsing import parse_json
-from holdfast.spec.load import load_spec, parse_spec, read_spec_text
+from holdfast.spec.load import parse_spec, read_spec_text
 from holdfast.spec.tree import Spec
+from holdfast.store import open_store
 
 
 def add_common(parser: argparse.ArgumentParser, spec_required: bool = True) -> None:
@@ -42,7 +44,10 @@ def spec_and_store(arguments: argparse.Namespace, changes: Sequence[str] = ()) -
         spec = parse_spec(unescape(read_spec_text(arguments.spec)), overrides, source=str(arguments.spec))
     else:
         spec = load_spec(arguments.spec, overrides)
-    return spec, arguments.store or store_url(spec)
+    url = arguments.store or store_url(spec)
+    if spec.code is not None and is_kept(spec.code):  # a person runs the step next to the code
+        publish_code(spec, open_store(url))
+    return spec, url
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:

@@ -36,8 +36,11 @@ def other_value(info, value: object, avoid: tuple[object, ...] = ()) -> object:
         return 8 if value is None else value + 1  # type: ignore[operator]
     if kind is float:
         return 0.5 if value is None else (value / 2 or 0.25)  # type: ignore[operator]
+    if value == "{}":
+        return '{"a":1}'
     pattern = next((regex for constraint in info.metadata if (regex := getattr(constraint, "pattern", None))), "")
-    return next(text for text in (f"{value or ''}x", f"1{value}") if re.search(pattern, text))
+    texts = (f"{value or ''}x", f"1{value}", "1" * 64, f"blake3:{'1' * 64}")
+    return next(text for text in texts if re.search(pattern, text))
 
 
 def tree() -> dict[str, Any]:
@@ -45,8 +48,13 @@ def tree() -> dict[str, Any]:
     return Spec.model_validate(
         {
             "name": "a",
-            "data": {"sources": [{"uri": "x", "weight": 1}, {"uri": "y", "weight": 2}]},
-            "evaluation": {"tasks": [{"uri": "x"}]},
+            "data": {
+                "sources": [{"uri": "x", "weight": 1, "reader": "m.py:f"}, {"uri": "y", "weight": 2}],
+                "cleaning": {"filters": ["m.py:f"]},
+            },
+            "training": {"objective": {"use": "m.py:f", "digest": "0" * 64}},
+            "evaluation": {"tasks": [{"uri": "x"}], "metrics": ["m.py:f"]},
+            "telemetry": {"observers": ["m.py:f"]},
             "serving": {"kserve": {"tolerations": [{"key": "a"}]}, "model_registry": {"url": "http://x"}},
             "cluster": {
                 "tolerations": [{"key": "a"}],
@@ -134,7 +142,8 @@ def test_runtime_fields_are_these_and_no_others() -> None:
     runtime_fields = [leaf.path for leaf in leaves() if leaf.role == "neither"]
     sections = ("checkpoint", "evaluation", "registration", "schedule", "serving", "telemetry")
     assert [path for path in runtime_fields if path.split(".")[0] not in sections] == [
-        "name", "code", "store", "data.workers", "data.fan_out", "train.restart_on", "train.log_every",
+        "name", "code", "store", "data.sources[].reader.use", "data.cleaning.filters[].use",
+        "data.workers", "data.fan_out", "train.restart_on", "train.log_every", "training.objective.use",
         "training.topk_fraction", "training.anomalies.max_consecutive",
         "training.log_every",
         "parallel.auto",

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
+from holdfast.code.resolve import enter_code
 from holdfast.components.evaluate.report import draw
 from holdfast.dataset import Dataset
 from holdfast.model.exported import require_intact
@@ -24,7 +25,7 @@ from holdfast.scoring.models import ExportedModel, score_champion, score_model
 from holdfast.scoring.tasks import TaskFiles, find_task
 from holdfast.scoring.verdict import Check, Measured, Opponent, Sample, TaskScore, Verdict, Word
 from holdfast.spec.errors import DataError, MissingError, UnscorableChampionError
-from holdfast.spec.operations import Evaluation, Task
+from holdfast.spec.operations import Evaluation, Metric, Task
 from holdfast.spec.tree import Spec
 from holdfast.store import Store, layout
 
@@ -66,6 +67,8 @@ def checks(settings: Evaluation, measured: Measured, champion: Opponent | None) 
             checks_made.append(Check(name=name, value=value, bound=bound, passed=passed, sentence=sentence))
     for task, score in zip(settings.tasks, measured.tasks, strict=True):
         checks_made.extend(_of_task(task, score, champion))
+    for metric in settings.metrics:
+        checks_made.extend(_of_metric(metric, measured.own[metric.name], champion))
     if champion is not None:
         checks_made.append(_versus(settings, measured.bits_per_byte, champion))
     return tuple(checks_made)
@@ -108,6 +111,33 @@ def _of_task(task: Task, score: TaskScore, champion: Opponent | None) -> Iterato
         f"{'' if passed else 'not '}within {task.champion_tolerance:g}."
     )
     yield Check(name=f"{name}.versus_champion", value=score.value, bound=bound, passed=passed, sentence=sentence)
+
+
+def _of_metric(metric: Metric, value: float, champion: Opponent | None) -> Iterator[Check]:
+    """The checks of a metric of user code: that it is finite, its bounds, and the comparison with the champion."""
+    name, subject = f"metric.{metric.name}", f"Metric {metric.name}: {value:.4f}"
+    if not math.isfinite(value):
+        yield Check(name=name, value=value, bound=None, passed=False, sentence=f"{subject} is not a finite number.")
+        return
+    for bound, reaches, sign in ((metric.at_least, "at least", 1), (metric.at_most, "at most", -1)):
+        if bound is not None:
+            passed = sign * value >= sign * bound
+            sentence = f"{subject} is {'' if passed else 'not '}{reaches} {bound:g}."
+            yield Check(name=name, value=value, bound=bound, passed=passed, sentence=sentence)
+    if metric.versus_champion == "ignore" or champion is None or champion.measured is None:
+        return
+    theirs = champion.measured.own.get(metric.name, math.nan)
+    opponent = f"champion {champion.model} version {champion.version}"
+    if not math.isfinite(theirs):
+        sentence = f"{subject}: the {opponent} has no finite figure to compare with."
+        yield Check(name=f"{name}.versus_champion", value=value, bound=None, passed=True, sentence=sentence)
+        return
+    sign, better = 1 if metric.higher_is_better else -1, metric.versus_champion == "better"
+    bound = theirs if better else theirs - sign * metric.tolerance
+    passed = sign * value > sign * bound if better else sign * value >= sign * bound
+    relation = f"{'' if passed else 'not '}{'better' if better else 'as good'}"
+    sentence = f"{subject} against {theirs:.4f} of the {opponent}: {relation}."
+    yield Check(name=f"{name}.versus_champion", value=value, bound=bound, passed=passed, sentence=sentence)
 
 
 def _versus(settings: Evaluation, value: float, champion: Opponent) -> Check:
@@ -176,7 +206,16 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
     dataset = Dataset.open(store, trained.dataset_id, cache_dir())
     devices = scoring_devices(spec.cluster)
     model = ExportedModel.load(store, trained.export, devices, trained.export_digest)
-    measured = score_model(model, dataset, spec.evaluation.max_tokens, tasks, document_masks=spec.data.document_masks)
+    if spec.evaluation.metrics:
+        enter_code(store, spec.code)
+    measured = score_model(
+        model,
+        dataset,
+        spec.evaluation.max_tokens,
+        tasks,
+        document_masks=spec.data.document_masks,
+        metrics=spec.evaluation.metrics,
+    )
     samples = _samples(spec, model) if math.isfinite(measured.loss) else ()
     opponent = None
     if champion is not None:
@@ -307,7 +346,14 @@ def _oppose(
     else:
         try:
             measured, note = score_champion(
-                champion, dataset, spec.evaluation.max_tokens, devices, context, tasks, spec.model.head
+                champion,
+                dataset,
+                spec.evaluation.max_tokens,
+                devices,
+                context,
+                tasks,
+                spec.model.head,
+                spec.evaluation.metrics,
             )
         except (MissingError, DataError) as error:
             if spec.evaluation.unscorable_champion == "refuse":

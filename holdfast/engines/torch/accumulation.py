@@ -110,6 +110,9 @@ class Micro:
         narrow = self.settings.narrow
         with torch.autocast(self.topology.device.type, narrow, enabled=narrow is not None):
             reference = None if self.reference is None else self.reference(batch)
+            if "logits" in self.objective.needs:
+                logits = self.policy(batch.tokens, None, batch.segments)
+                return ObjectiveInputs(logits.new_empty(0), reference, divergence, logits)
             losses = self.policy(batch.tokens, batch.targets, batch.segments, reduction="none")
         return ObjectiveInputs(losses, reference, divergence)
 

@@ -13,6 +13,7 @@ from holdfast.launch.emitters.pod import LAUNCH_LABEL, RUN_LABEL, Owner, has_key
 from holdfast.launch.interface import Job
 from holdfast.launch.node.spot_notice import CLOUD
 from holdfast.spec.errors import Problem, SpecError
+from holdfast.spec.functions import code_arguments, rank_functions
 from holdfast.spec.tree import Spec
 
 __all__ = [
@@ -52,7 +53,7 @@ def training_job(
     leaving_nodes: frozenset[str] = frozenset(),
 ) -> Job:
     """The job that trains a run, as its launcher starts it for a launch that is recorded in the store."""
-    module, own = "holdfast.rank.worker", list[str]()
+    module, own = "holdfast.rank.worker", code_arguments(spec.code, rank_functions(spec))
     environment = {CLOUD: spec.cluster.spot} if spec.cluster.spot else {}
     if spec.train.script is not None:
         # What runs is on the command line, so write access to the store changes neither the code nor its arguments.

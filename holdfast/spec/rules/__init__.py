@@ -31,6 +31,7 @@ from holdfast.spec.rules.data import (
     check_document_lengths,
     check_dvc,
     check_held_out_data,
+    check_own_readers,
     check_shuffle,
     check_source_weights,
     check_text_field,
@@ -43,7 +44,13 @@ from holdfast.spec.rules.model import (
     check_rope,
     check_stage_count,
 )
-from holdfast.spec.rules.operations import check_evaluation, check_schedule, check_serving, check_store
+from holdfast.spec.rules.operations import (
+    check_evaluation,
+    check_own_metrics,
+    check_schedule,
+    check_serving,
+    check_store,
+)
 from holdfast.spec.rules.parallel import (
     check_auto_layout,
     check_context_parallel,
@@ -70,6 +77,7 @@ from holdfast.spec.rules.training import (
     check_learning_rate_scaling,
     check_local_tiers,
     check_optimizer,
+    check_own_objective,
     check_precision,
     check_preferences,
     check_warmup,
@@ -107,6 +115,7 @@ RULES: tuple[Rule, ...] = (
     check_warmup,
     check_adapters,
     check_preferences,
+    check_own_objective,
     check_learning_rate_scaling,
     check_compression,
     check_optimizer,
@@ -128,7 +137,9 @@ RULES: tuple[Rule, ...] = (
     check_cache_size,
     check_held_out_data,
     check_evaluation,
+    check_own_metrics,
     check_text_field,
+    check_own_readers,
     check_source_weights,
     check_tokenizer,
     check_chat,

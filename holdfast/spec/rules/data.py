@@ -134,3 +134,22 @@ def check_dvc(spec: Spec) -> Iterator[Problem]:
                     "is only for `dvc:` sources",
                     f"remove it, or write the source as dvc:{source.uri}",
                 )
+
+
+def check_own_readers(spec: Spec) -> Iterator[Problem]:
+    """A reader of user code replaces the format, and yields documents of text. Filters are for text, too."""
+    for index, source in enumerate(spec.data.sources):
+        if source.reader is None:
+            continue
+        for name in ("format", "text_field"):
+            value = getattr(source, name)
+            if value != type(source).model_fields[name].default:
+                yield Problem(
+                    f"data.sources.{index}.{name}", value, "is not used by a source with a reader", "remove it"
+                )
+        if spec.data.kind != "text":
+            remedy = "convert the files to jsonl, or use kind: text"
+            yield Problem(f"data.sources.{index}.reader", source.reader.use, f"yields no {spec.data.kind}", remedy)
+    if spec.data.cleaning.filters and spec.data.kind != "text":
+        remedy = "filter the records before they are read, or use kind: text"
+        yield Problem("data.cleaning.filters", spec.data.kind, "are for kind: text", remedy)

@@ -16,6 +16,15 @@ from holdfast.spec.tree import Spec
 # Rules of `evaluation`.
 
 
+def check_own_metrics(spec: Spec) -> Iterator[Problem]:
+    """Metrics of user code have different names, which are those of their functions."""
+    names = [metric.name for metric in spec.evaluation.metrics]
+    for number, name in enumerate(names):
+        if name in names[:number]:
+            remedy = "write a function with another name that calls it"
+            yield Problem(f"evaluation.metrics.{number}.use", name, "is the name of two metrics", remedy)
+
+
 def check_evaluation(spec: Spec) -> Iterator[Problem]:
     """Fields for a comparison or for samples are not given without one. No task is listed twice."""
     evaluation = spec.evaluation

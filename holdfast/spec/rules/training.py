@@ -265,7 +265,7 @@ OBJECTIVES: Mapping[str, tuple[ObjectiveName, ...]] = {
 def check_preferences(spec: Spec) -> Iterator[Problem]:
     """The objective fits the data. Preferences need reference weights (except orpo), the torch engine, and whole or
     sharded models."""
-    preference, objective, kind = spec.training.preference, spec.training.objective, spec.data.kind
+    preference, objective, kind = spec.training.preference, spec.training.objective.kind, spec.data.kind
     fitting = OBJECTIVES[kind]
     if objective not in ("auto", *fitting):
         kinds = [other for other, objectives in OBJECTIVES.items() if objective in objectives]
@@ -476,3 +476,29 @@ def _sides_fit(spec: Spec, other: str) -> Iterator[Problem]:
                 f"makes {matrix} {side} wide, which is not a multiple of {FP8_UNIT} (training.precision: fp8)",
                 f"change it, {other}",
             )
+
+
+def check_own_objective(spec: Spec) -> Iterator[Problem]:
+    """An objective of user code needs whole logits, and one loss for each target."""
+    objective, parallel = spec.training.objective, spec.parallel
+    if not objective.is_own:
+        if objective.arguments != "{}" or objective.digest is not None:
+            yield Problem("training.objective.use", None, "is missing", "name a function, such as mine.py:focal")
+        return
+    if objective.kind != "auto":
+        remedy = "remove `kind`, or the function"
+        yield Problem("training.objective.kind", objective.kind, "is not used with a function", remedy)
+    if spec.data.kind not in ("text", "chat"):
+        remedy = "use data.kind: text or chat"
+        yield Problem("training.objective.use", objective.use, f"does not train on {spec.data.kind}", remedy)
+    for name in ("tensor", "pipeline", "context"):
+        if getattr(parallel, name) > 1:
+            remedy = "use ddp or fsdp without it"
+            value = getattr(parallel, name)
+            yield Problem(f"parallel.{name}", value, "leaves no rank the logits for your own objective", remedy)
+    if parallel.engine == "deepspeed":
+        remedy = "use ddp or fsdp"
+        yield Problem("parallel.strategy", parallel.strategy, "does not run your own objective", remedy)
+    if spec.model.experts > 1 and spec.model.routing.balance == "auxiliary":
+        remedy = "balance with a bias (model.routing.balance: bias), or use a built-in objective"
+        yield Problem("model.routing.balance", "auxiliary", "is part of the built-in objectives only", remedy)

@@ -289,4 +289,6 @@ def _command(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
         command.append(f"--deadline={hours * 3600:g}")
     if tasks := chain.tasks(step):
         inputs.append(f"--tasks={tasks}")
+    if chain.spec.code is not None:  # on the command line, and not only in the file
+        inputs.append(f"--set=code={chain.spec.code}")
     return [*command, *inputs, *(f"--{name}={value}" for name, value in arguments.items())]
