@@ -4,8 +4,8 @@
 """
 
 from holdfast.launch.choose import choose_launcher
-from holdfast.launch.interface import Ending, Job, Launcher
+from holdfast.launch.interface import GangExit, Job, Launcher
 from holdfast.launch.local.launcher import LocalLauncher
 from holdfast.launch.supervisor import Supervisor
 
-__all__ = ["Ending", "Job", "Launcher", "LocalLauncher", "Supervisor", "choose_launcher"]
+__all__ = ["GangExit", "Job", "Launcher", "LocalLauncher", "Supervisor", "choose_launcher"]

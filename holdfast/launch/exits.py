@@ -23,8 +23,8 @@ from holdfast.spec.errors import ExitCode
 from holdfast.telemetry import emit
 from holdfast.telemetry.events import RankEnded
 
-FOLDER_VARIABLE = "HOLDFAST_ENDINGS"  # the folder of the ranks' records, on their node
-FILE_VARIABLE = "HOLDFAST_ENDING_FILE"  # read by the process that started torchrun; must exist already
+FOLDER_VARIABLE = "HOLDFAST_RANK_EXITS"  # the folder of the ranks' records, on their node
+FILE_VARIABLE = "HOLDFAST_EXIT_REPORT"  # read by the process that started torchrun; must exist already
 _LEFT = ".left"  # suffix of the record of a rank that was running when another one died
 
 
@@ -80,7 +80,7 @@ class RankRecord:
     """This process's record, kept from start to end in the folder that torchrun reads."""
 
     def __init__(self) -> None:
-        self._ending = RankExit(
+        self._exit = RankExit(
             rank=int(os.environ.get("RANK", "0")),
             local_rank=int(os.environ.get("LOCAL_RANK", os.environ.get("RANK", "0"))),
             pid=os.getpid(),
@@ -91,21 +91,21 @@ class RankRecord:
 
     def formed(self, attempt: int) -> None:
         """Record that the gang has formed, as that attempt. From now on, a process that leaves no code was killed."""
-        self._ending = self._ending.model_copy(update={"attempt": attempt})
+        self._exit = self._exit.model_copy(update={"attempt": attempt})
         self._write()
 
     def ended(self, code: int, blames_node: bool = False) -> None:
         """Record that this process exits with `code`."""
         update = {"code": int(code), "ended": time.time(), "blames_node": blames_node}
-        self._ending = self._ending.model_copy(update=update)
+        self._exit = self._exit.model_copy(update=update)
         self._write()
 
     def _write(self) -> None:
         if not (folder := os.environ.get(FOLDER_VARIABLE)):
             return
-        path = Path(folder) / f"{self._ending.pid}.json"
+        path = Path(folder) / f"{self._exit.pid}.json"
         with suppress(OSError):  # a full disk must not change the code; torchrun mostly sees it as well
-            path.with_suffix(".unfinished").write_text(self._ending.model_dump_json())
+            path.with_suffix(".unfinished").write_text(self._exit.model_dump_json())
             path.with_suffix(".unfinished").rename(path)
 
 
@@ -159,7 +159,7 @@ def node_exit_of(ranks: Sequence[RankExit], codes: Iterable[int], detail: str = 
 
 
 def write_exit_report(ending: NodeExit) -> None:
-    """Write the exit report to the file that HOLDFAST_ENDING_FILE names, if it exists. Ignores OSError."""
+    """Write the exit report to the file that HOLDFAST_EXIT_REPORT names, if it exists. Ignores OSError."""
     path = os.environ.get(FILE_VARIABLE)
     if path and Path(path).exists():
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Interface of launchers: job, ending and protocol."""
+"""Interface of launchers: job, exit of its gang, and protocol."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Ending:
-    """How a launch ended."""
+class GangExit:
+    """How the gang of a launch ended, as its launcher reports it. `launch.exits` has the records that it comes from."""
 
     code: int
     log_tail: Sequence[str]  # the last lines that the ranks printed
@@ -56,7 +56,7 @@ class Ending:
         return in_words(self.code)
 
 
-def where_the_log_is(job: Job, ending: Ending) -> str:
+def log_command(job: Job, ending: GangExit) -> str:
     """The command that shows the log of the rank which explains an ending."""
     rank = (ending.node or 0) * job.processes if ending.rank is None else ending.rank
     which = f"--launch {job.launch}" if ending.attempt is None else f"--attempt {ending.attempt}"
@@ -73,7 +73,7 @@ class Launcher(Protocol):
         """Whether launch `launch` of the run continues without a launcher, so that `run` may take it over. Ends all
         other jobs of the run that have lost their launcher. Call it within `only_one`."""
 
-    def run(self, job: Job) -> Ending:
+    def run(self, job: Job) -> GangExit:
         """Start the job, or take it over, and follow it to its end."""
 
     def stop(self) -> None:

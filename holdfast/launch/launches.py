@@ -32,7 +32,7 @@ log = logging.getLogger("holdfast.launch")
 
 UNHEALTHY_SECONDS = 86_400.0  # how long a failed health check excludes a node: it may have been repaired
 SLOW_SECONDS = 7 * 86_400.0  # how long a slow rank excludes its node from the run
-ENDINGS = 100  # launches whose endings the next launch considers
+RECENT_LAUNCHES = 100  # launches whose endings the next launch considers
 BLAMES_TO_EXCLUDE = 2  # launches that a node may fail before the next ones avoid it
 
 
@@ -83,7 +83,7 @@ def read_exit(store: Store, run_id: str, number: int) -> LaunchExit | None:
         return None
 
 
-def read_exits(store: Store, run_id: str, last: int = ENDINGS) -> dict[int, LaunchExit]:
+def read_exits(store: Store, run_id: str, last: int = RECENT_LAUNCHES) -> dict[int, LaunchExit]:
     """The records of how the newest launches ended, by number. Only the `last` launches are listed and read, so a
     launch does not slow down after ten thousand launches of its run."""
     numbers = _ended(store, run_id, last)
@@ -93,7 +93,7 @@ def read_exits(store: Store, run_id: str, last: int = ENDINGS) -> dict[int, Laun
 
 def nodes_of_the_last_end(store: Store, run_id: str) -> tuple[str, ...]:
     """The nodes that the launch which ended last blames."""
-    newest_first = reversed(_ended(store, run_id, ENDINGS))
+    newest_first = reversed(_ended(store, run_id, RECENT_LAUNCHES))
     endings = (ending for number in newest_first if (ending := read_exit(store, run_id, number)) is not None)
     return next((ending.blamed_nodes for ending in endings), ())
 
@@ -110,7 +110,7 @@ def _ended(store: Store, run_id: str, last: int) -> list[int]:
 def bad_nodes(store: Store, run_id: str) -> frozenset[str]:
     """The nodes that the next launch must not use.
 
-    - nodes that two of the last ENDINGS launches blamed
+    - nodes that two of the last RECENT_LAUNCHES launches blamed
     - nodes that failed the health check within a day
     - a node that was the only one blamed for wrong arithmetic: its next results are no better
 

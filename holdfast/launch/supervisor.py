@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from holdfast.launch.interface import Ending, Job, Launcher, where_the_log_is
+from holdfast.launch.interface import GangExit, Job, Launcher, log_command
 from holdfast.spec.cluster import Restarts
 from holdfast.spec.errors import ClusterUnreachableError, ExitCode, StoreUnreachableError, TerminatedError
 from holdfast.telemetry import emit
@@ -25,7 +25,7 @@ AWAY = (StoreUnreachableError, ClusterUnreachableError)
 NOT_HERE = (ExitCode.UNSCHEDULABLE, ExitCode.NO_SPACE)  # retryable, but not by an immediate restart
 
 
-def _ignore(_job: Job, _ending: Ending) -> None:
+def _ignore(_job: Job, _exit: GangExit) -> None:
     """Receive an ending that nothing else records."""
 
 
@@ -39,7 +39,7 @@ class Supervisor:
     """Launches a gang until it succeeds or no restart is possible.
 
     - `next_job` records a launch, or finds one to take over, and describes it.
-    - `on_ending` receives each ending.
+    - `on_gang_exit` receives each ending.
     - `saved_step` returns the newest step that a gang can resume from.
     - `reclaimed` returns whether a cloud ended the job by reclaiming one of its nodes.
 
@@ -64,7 +64,7 @@ class Supervisor:
     next_job: Callable[[], Job]
     restarts: Restarts
     stopping: threading.Event
-    on_ending: Callable[[Job, Ending], None] = _ignore
+    on_gang_exit: Callable[[Job, GangExit], None] = _ignore
     saved_step: Callable[[], int] = lambda: 0
     clock: Callable[[], float] = time.monotonic
     reclaimed: Callable[[Job], bool] = _never
@@ -72,15 +72,15 @@ class Supervisor:
     def __post_init__(self) -> None:
         self._recent: deque[float] = deque()  # times of the restarts that count
         self._progress = _Progress(self.saved_step, self.restarts.max_stalled_launches)
-        self._unrecorded: deque[tuple[Job, Ending]] = deque()
+        self._unrecorded: deque[tuple[Job, GangExit]] = deque()
 
-    def run(self) -> Ending:
+    def run(self) -> GangExit:
         """Supervise the gang to its end. Returns the ending of the last launch."""
         while True:
             job = _patiently(self._prepare, self.stopping, self.clock)
             ending = self.launcher.run(job)
             if ending.code != ExitCode.OK:
-                detail = "; ".join(filter(None, (ending.detail, where_the_log_is(job, ending))))
+                detail = "; ".join(filter(None, (ending.detail, log_command(job, ending))))
                 ending = replace(ending, detail=detail)
             self._unrecorded.append((job, ending))
             try:
@@ -97,7 +97,7 @@ class Supervisor:
     def _record(self) -> None:
         """Pass the endings on that are not recorded yet. Raises the errors of the store."""
         while self._unrecorded:
-            self.on_ending(*self._unrecorded[0])
+            self.on_gang_exit(*self._unrecorded[0])
             self._unrecorded.popleft()
 
     def _prepare(self) -> Job:
@@ -105,7 +105,7 @@ class Supervisor:
         self._progress.begin()
         return self.next_job()
 
-    def _decide(self, job: Job, ending: Ending) -> tuple[Ending, float | None]:
+    def _decide(self, job: Job, ending: GangExit) -> tuple[GangExit, float | None]:
         """The ending, with the reason if the run is given up, and the seconds until the next launch; None for none."""
         is_unhealthy = ending.code == ExitCode.UNHEALTHY_NODE and not ending.elsewhere
         if not ending.retryable or ending.code in NOT_HERE or is_unhealthy or self.stopping.is_set():

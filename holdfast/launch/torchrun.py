@@ -3,7 +3,7 @@
 The ranks run the module's `main()`, forked from a process that has imported it. Importing the module must have no other
 effect. The wrapper takes torchrun's flags and PET_ variables, so a PyTorchJob configures it like torchrun.
 
-- HOLDFAST_ENDING_FILE names a file: the node's exit report is written there as a typed record.
+- HOLDFAST_EXIT_REPORT names a file: the node's exit report is written there as a typed record.
 - The ranks' arguments name a run: the ranks' output goes to its store, and an agent makes their checkpoints durable.
 - HOLDFAST_SPOT names a cloud: when the cloud announces that it reclaims this machine, the ranks save and leave.
 """

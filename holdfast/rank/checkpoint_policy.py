@@ -21,7 +21,7 @@ from statistics import median
 from holdfast.checkpoint import Attempt, list_attempts
 from holdfast.checkpoint.local_tiers.tier_set import TierSet
 from holdfast.collectives import Gang, PendingFlag
-from holdfast.launch.launches import ENDINGS, read_exits
+from holdfast.launch.launches import RECENT_LAUNCHES, read_exits
 from holdfast.planning.run_estimate import RANK_SECONDS_PER_FAILURE, best_interval
 from holdfast.spec.errors import ExitCode
 from holdfast.spec.training import Checkpoint
@@ -51,7 +51,7 @@ class Failures:
 def failures_before(store: Store, attempt: Attempt, ranks: int) -> Failures:
     """The failures of the newest attempts before this one. An attempt whose launch ended successfully, or with a
     checkpoint, had none."""
-    began = dict(list_attempts(store, attempt.run_id, after=max(0, attempt.number - ENDINGS - 1)))
+    began = dict(list_attempts(store, attempt.run_id, after=max(0, attempt.number - RECENT_LAUNCHES - 1)))
     well = sum(ending.code in _LOSES_NOTHING for ending in read_exits(store, attempt.run_id).values())
     before = [moment for number, moment in began.items() if number < attempt.number]
     seconds = began[attempt.number] - min(before) if before and attempt.number in began else 0.0

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from holdfast.launch import Ending
+from holdfast.launch import GangExit
 from holdfast.launch.emitters import objects_for
 from holdfast.launch.kubernetes import KubernetesLauncher
 from holdfast.launch.kubernetes.client import NODES
@@ -136,7 +136,7 @@ def test_every_overlay_is_accepted_by_the_server(plane: ControlPlane, overlay) -
 def test_the_launcher_may_label_a_node_that_failed_and_change_nothing_else_of_it(plane: ControlPlane) -> None:
     node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-a", "labels": {"pool": "h100"}}}
     plane.kubectl("apply", "-f", "-", text=yaml.safe_dump(node))
-    ending, failed = Ending(ExitCode.UNHEALTHY_NODE, (), blamed_nodes=frozenset({"node-a"})), {"on_failure": "label"}
+    ending, failed = GangExit(ExitCode.UNHEALTHY_NODE, (), blamed_nodes=frozenset({"node-a"})), {"on_failure": "label"}
 
     def label() -> str | None:
         label_unhealthy(plane.api(), job(health=failed), ending)

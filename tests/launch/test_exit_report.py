@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launch import Ending
+from holdfast.launch import GangExit
 from holdfast.launch.exits import (
     FOLDER_VARIABLE,
     RankRecord,
@@ -44,13 +44,13 @@ def test_the_cause_is_permanent_first_and_never_a_consequence_while_there_is_ano
 
 def test_signals_are_codes_as_a_shell_reports_them() -> None:
     assert [as_exit_code(status) for status in (0, 12, 204, -9, -15, -11)] == [0, 12, 204, 137, 143, 139]
-    assert [Ending(code, ()).reason for code in (12, 204, 139, 99)] == [
+    assert [GangExit(code, ()).reason for code in (12, 204, 139, 99)] == [
         "diverged",
         "preempted",
         "signal 11",
         "exit code 99",
     ]
-    assert [Ending(code, ()).retryable for code in (1, 127, 128, 204)] == [False, False, True, True]
+    assert [GangExit(code, ()).retryable for code in (1, 127, 128, 204)] == [False, False, True, True]
 
 
 def in_process(code: str, rank: int) -> None:

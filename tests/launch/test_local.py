@@ -18,7 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.launch import Ending, Job, LocalLauncher
+from holdfast.launch import GangExit, Job, LocalLauncher
 from holdfast.spec.cluster import Cluster
 from tests.faults.nodes import PATIENCE
 from tests.launch.launched import launched
@@ -32,7 +32,7 @@ def job(*deeds: str, grace: float = 20.0, launch: int = 1) -> Job:
     return Job("job", "run", launch, command, len(deeds), 1, grace, Cluster(), {"GREETING": "hello"})
 
 
-def run(folder: Path, *deeds: str) -> Ending:
+def run(folder: Path, *deeds: str) -> GangExit:
     return launched(folder, job(*deeds))
 
 
@@ -75,7 +75,7 @@ def test_a_launch_leaves_nothing_among_the_temporary_files(tmp_path: Path) -> No
 @pytest.mark.parametrize(("deed", "code"), [("12", 12), ("kill", 137)])
 def test_a_launch_ends_only_when_what_started_its_ranks_has_ended(tmp_path: Path, deed: str, code: int) -> None:
     marker, log = tmp_path / "held", tmp_path / "logs" / "launch-000001.log"
-    launcher, endings = LocalLauncher(tmp_path / "logs"), list[Ending]()
+    launcher, endings = LocalLauncher(tmp_path / "logs"), list[GangExit]()
 
     def let() -> None:
         until(lambda: log.exists() and "is held" in log.read_text())
@@ -151,7 +151,7 @@ def ready(folder: Path, ranks: int) -> list[int]:
     raise AssertionError("the ranks are not ready")
 
 
-def stopped(folder: Path, *deeds: str, grace: float = 20.0) -> tuple[Ending, list[int]]:
+def stopped(folder: Path, *deeds: str, grace: float = 20.0) -> tuple[GangExit, list[int]]:
     """Stop the gang once it is ready. Returns its ending and its processes."""
     launcher, pids = LocalLauncher(folder / "logs"), list[int]()
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.launch.exits import NodeExit, RankExit
-from holdfast.launch.interface import Ending, Job
+from holdfast.launch.interface import GangExit, Job
 from holdfast.launch.slurm.environment import own_job, without_job, without_step
-from holdfast.launch.slurm.launcher import _ending, _environment
+from holdfast.launch.slurm.launcher import _environment, _gang_exit
 from holdfast.spec import ExitCode
 from holdfast.spec.cluster import Cluster
 
@@ -20,8 +20,8 @@ def node_exit(node: str, code: int, rank: int, **fields: bool) -> NodeExit:
     return NodeExit(code=code, node=node, ranks=(process,), **fields)
 
 
-def ended(code: int, **reports: NodeExit | None) -> Ending:
-    return _ending(code, reports, ("last",), Path("log"))
+def ended(code: int, **reports: NodeExit | None) -> GangExit:
+    return _gang_exit(code, reports, ("last",), Path("log"))
 
 
 def test_the_root_cause_rank_is_reported_with_its_node_and_attempt() -> None:
@@ -52,7 +52,7 @@ def test_an_error_of_srun_is_the_reason_if_no_node_has_an_exit_report() -> None:
         "srun: fatal: Failed to parse --cpu-bind= values",
         "srun: fatal: Failed to parse --cpu-bind= values",
     )
-    ending = _ending(1, {"n1": None}, output, Path("log"))
+    ending = _gang_exit(1, {"n1": None}, output, Path("log"))
     assert ending.detail == (
         "n1 did not say how it ended. Slurm says: srun: fatal: Failed to parse --cpu-bind= values. The log is log"
     )

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from holdfast.launch import Ending, Job, Supervisor
+from holdfast.launch import GangExit, Job, Supervisor
 from holdfast.launch.supervisor import PATIENCE
 from holdfast.spec import ExitCode
 from holdfast.spec.cluster import Cluster, Restarts
 from holdfast.spec.errors import StoreUnreachableError, TerminatedError
 
 
-def supervise(*given: Any, **named: Any) -> Ending:
+def supervise(*given: Any, **named: Any) -> GangExit:
     """The ending of a supervised gang."""
     return Supervisor(*given, **named).run()
 
@@ -27,9 +27,9 @@ class Scripted:
         self._codes, self._minutes, self._elsewhere = iter(codes), minutes, elsewhere
         self.now, self.jobs, self.progress = 0.0, 0, True
 
-    def run(self, job: Job) -> Ending:
+    def run(self, job: Job) -> GangExit:
         self.now += self._minutes * 60
-        return Ending(next(self._codes), (), elsewhere=self._elsewhere)
+        return GangExit(next(self._codes), (), elsewhere=self._elsewhere)
 
     def stop(self) -> None:
         raise AssertionError("supervise leaves stopping to the caller")
@@ -58,7 +58,7 @@ class Waits(threading.Event):
         return self.is_set()
 
 
-def supervised(launcher: Scripted, waits: Waits, **restarts: float) -> Ending:
+def supervised(launcher: Scripted, waits: Waits, **restarts: float) -> GangExit:
     settings = Restarts(**restarts)  # type: ignore[arg-type]
     return supervise(
         launcher, launcher.next_job, settings, waits, saved_step=launcher.saved_step, clock=lambda: launcher.now
@@ -175,7 +175,7 @@ class Away(Scripted):
             self.refusals -= 1
             raise StoreUnreachableError("away")
 
-    def run(self, job: Job) -> Ending:
+    def run(self, job: Job) -> GangExit:
         self.refusals = self.refuse_after.get(job.launch, 0)
         return super().run(job)
 
@@ -183,13 +183,13 @@ class Away(Scripted):
         self.answer()
         return super().next_job()
 
-    def on_ending(self, _job: Job, ending: Ending) -> None:
+    def on_gang_exit(self, _job: Job, ending: GangExit) -> None:
         self.answer()
         self.reported_codes.append(ending.code)
 
-    def supervised(self, waits: Waits) -> Ending:
+    def supervised(self, waits: Waits) -> GangExit:
         return supervise(
-            self, self.next_job, Restarts(), waits, self.on_ending, self.saved_step, lambda: sum(waits.seconds)
+            self, self.next_job, Restarts(), waits, self.on_gang_exit, self.saved_step, lambda: sum(waits.seconds)
         )
 
 

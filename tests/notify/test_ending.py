@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.components.notify.__main__ import body
-from holdfast.components.notify.ending import Ending, ending_of, headline_of
+from holdfast.components.notify.ending import ExitStatus, exit_status_of, headline_of
 from holdfast.steps.jobs import outcome_of, recorder
 from holdfast.steps.outcomes import Outcome
 from holdfast.store import Store, layout, open_store
@@ -50,8 +50,8 @@ TRAINED = (step("preprocess", "d"), step("train", RUN_ID))
     ],
 )  # fmt: skip
 def test_the_word_of_each_engine_is_known(word: str, ending: str) -> None:
-    assert ending_of(word) == ending
-    assert ending_of(word, [*TRAINED, step("evaluate", "not_blessed")], stopped=True) == "cancelled"
+    assert exit_status_of(word) == ending
+    assert exit_status_of(word, [*TRAINED, step("evaluate", "not_blessed")], stopped=True) == "cancelled"
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_the_word_of_each_engine_is_known(word: str, ending: str) -> None:
 )
 @pytest.mark.parametrize("word", ["UNKNOWN", "RUNNING", "FAILED"])
 def test_the_records_of_the_steps_decide_before_the_word(word: str, outcomes: list[Outcome], ending: str) -> None:
-    assert ending_of(word, outcomes) == ending
+    assert exit_status_of(word, outcomes) == ending
 
 
 KILLED = Outcome("train", 1, 1.0)  # it reported its start and nothing more
@@ -92,11 +92,11 @@ KILLED = Outcome("train", 1, 1.0)  # it reported its start and nothing more
     ],
 )
 def test_a_step_that_failed_or_was_interrupted_decides(word: str, outcomes: list[Outcome], ending: str) -> None:
-    assert ending_of(word, [replace(outcome) for outcome in outcomes]) == ending
+    assert exit_status_of(word, [replace(outcome) for outcome in outcomes]) == ending
 
 
 def test_a_workflow_that_was_stopped_is_cancelled() -> None:
-    assert ending_of("Failed", message="workflow shutdown with strategy: Stop") == "cancelled"
+    assert exit_status_of("Failed", message="workflow shutdown with strategy: Stop") == "cancelled"
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_workflow_that_was_stopped_is_cancelled() -> None:
         ("failed", {"registered": True}, "failed"),
     ],
 )
-def test_the_headline_states_the_outcome(ending: Ending, more: dict[str, Any], headline: str) -> None:
+def test_the_headline_states_the_outcome(ending: ExitStatus, more: dict[str, Any], headline: str) -> None:
     assert headline_of(ending, **more) == headline
 
 

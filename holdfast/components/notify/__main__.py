@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from holdfast.components.notify import Summary, run
-from holdfast.components.notify.ending import PipelineExit, end_jobs_left, ending_of, first_failed_node, not_due
+from holdfast.components.notify.ending import PipelineExit, end_jobs_left, exit_status_of, first_failed_node, not_due
 from holdfast.components.notify.summary import nothing_to_do
 from holdfast.components.notify.sweep_summary import run_sweep
 from holdfast.runtime.environment import outcomes_folder
@@ -43,7 +43,7 @@ def body(
     a sweep."""
     outcomes = known_outcomes(job, spec, overrides, store)
     node, node_message = first_failed_node(failures)
-    ending = ending_of(status, outcomes, stopped=was_stopped(), message=message or node_message)
+    ending = exit_status_of(status, outcomes, stopped=was_stopped(), message=message or node_message)
     ended_well = ending == "succeeded"
     if ended_well and (reason := not_due(outcomes)):
         return _done(nothing_to_do(spec, overrides, reason), job)

@@ -16,7 +16,7 @@ from holdfast.spec.errors import DataError, ExitCode
 from holdfast.spec.json_parsing import parse_json_value
 from holdfast.steps.outcomes import EXIT_HANDLER, Outcome, first_failure
 
-Ending = Literal["succeeded", "failed", "cancelled"]
+ExitStatus = Literal["succeeded", "failed", "cancelled"]
 Headline = Literal["registered", "not blessed", "nothing to do", "cancelled", "failed", "succeeded"]
 
 NOT_DUE, NOT_BLESSED = "not_due", "not_blessed"  # prefixes of results that end a DAG early and successfully
@@ -49,7 +49,9 @@ class PipelineExit:
     unknown: Sequence[str] = ()  # what it could not determine
 
 
-def ending_of(word: str, outcomes: Iterable[Outcome] = (), *, stopped: bool = False, message: str = "") -> Ending:
+def exit_status_of(
+    word: str, outcomes: Iterable[Outcome] = (), *, stopped: bool = False, message: str = ""
+) -> ExitStatus:
     """The outcome of the DAG. `word` is the engine's status in any case, and `outcomes` are those of this
     execution's steps. `stopped` is true if a person stopped it on this machine. `message` is the engine's message
     about the failed step."""
@@ -72,7 +74,7 @@ def ending_of(word: str, outcomes: Iterable[Outcome] = (), *, stopped: bool = Fa
 
 
 def headline_of(
-    ending: Ending, outcomes: Iterable[Outcome] = (), *, verdict: str = "", registered: bool = False
+    ending: ExitStatus, outcomes: Iterable[Outcome] = (), *, verdict: str = "", registered: bool = False
 ) -> Headline:
     """The headline of an execution for a person. It comes from the records of its steps, else from the store's
     `verdict` and whether the model is `registered`."""

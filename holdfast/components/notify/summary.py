@@ -19,7 +19,7 @@ from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any, TypeVar, get_args
 from urllib.error import HTTPError
 
-from holdfast.components.notify.ending import Headline, PipelineExit, ending_of, headline_of
+from holdfast.components.notify.ending import Headline, PipelineExit, exit_status_of, headline_of
 from holdfast.runtime import deadlines
 from holdfast.runtime.environment import log_dir, store_url
 from holdfast.runtime.exits import code_in
@@ -194,7 +194,7 @@ def run(
     Raises no expected error.
     """
     unknown, message = list(end.unknown), end.message
-    ended = ending_of(end.status)
+    ended = exit_status_of(end.status)
     code = code_of_end(ended, code_in(message) if end.exit_code is None else end.exit_code)
     checked, refused = checked_spec(spec, overrides)
     if refused and ended == "failed" and not message.strip():  # no step could read the spec, so no step could report it

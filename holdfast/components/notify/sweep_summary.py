@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.components.notify.ending import PipelineExit, compared, end_jobs_left, ending_of, headline_of
+from holdfast.components.notify.ending import PipelineExit, compared, end_jobs_left, exit_status_of, headline_of
 from holdfast.components.notify.summary import (
     MAX_REASON,
     Summary,
@@ -50,10 +50,10 @@ def run_sweep(
     identity = sweep_id([run for _, _, run in known]) if known else ""
     ended = [end_jobs_left(dump_spec(trial_spec), (), run) for _, trial_spec, run in known or ()]
     found = attempt(lambda: read_comparison(opened, identity), unknown) if opened and compared(outcomes) else None
-    failure = None if ending_of(status) == "succeeded" and found is None else first_failure(outcomes)
+    failure = None if exit_status_of(status) == "succeeded" and found is None else first_failure(outcomes)
     if failure is None and found is not None and found.failed:  # the outcomes of the execution cannot be read
         failed_step, message = found.failed[0].step, found.failed[0].reason
-    status_word = ending_of(status)
+    status_word = exit_status_of(status)
     if found is not None and status_word != "cancelled":
         status_word = "failed" if failure is not None or found.failed else "succeeded"
     best = _best(found, known or (), opened, unknown) if found is not None and opened is not None else {}

@@ -12,7 +12,7 @@ from typing import Any
 
 from holdfast.checkpoint import newest_segments
 from holdfast.engines.assignment import Assignment
-from holdfast.launch import Ending
+from holdfast.launch import GangExit
 from holdfast.launch.launches import newest_launch, read_exit, read_launch
 from holdfast.planning.auto import Proposal, best, layout_fields, with_fields
 from holdfast.runtime.environment import in_step_pod
@@ -106,7 +106,7 @@ def _after_running_out(spec: Spec, identity: str, store: Store, *, replan: bool)
     return _layout_in(settings) | ended.next_plan
 
 
-def ran_out_of_memory(ending: Ending) -> bool:
+def ran_out_of_memory(ending: GangExit) -> bool:
     """Whether a launch ran out of memory, according to its ranks or its launcher."""
     return ending.code == ExitCode.OUT_OF_MEMORY or (
         ending.code == ExitCode.KILLED and "out of memory" in ending.detail.lower()

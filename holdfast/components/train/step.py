@@ -27,7 +27,7 @@ from holdfast.components.train.export import export
 from holdfast.components.train.result import TrainingResult, read_result
 from holdfast.dataset import Dataset
 from holdfast.engines.assignment import Assignment
-from holdfast.launch import Ending, Job, Launcher, Supervisor, choose_launcher
+from holdfast.launch import GangExit, Job, Launcher, Supervisor, choose_launcher
 from holdfast.launch.emitters import training_job
 from holdfast.launch.exits import LaunchExit
 from holdfast.launch.launches import (
@@ -172,7 +172,7 @@ def run_gang(
         emit(LaunchBegan(launch=number, job=job.name, nodes=nodes, processes=job.processes, adopted=adopted))
         return job
 
-    def on_ending(job: Job, ending: Ending) -> None:
+    def on_gang_exit(job: Job, ending: GangExit) -> None:
         nonlocal advice
         advice, ran_out, plan = "", False, None
         if vocabulary is not None and ran_out_of_memory(ending):
@@ -207,7 +207,7 @@ def run_gang(
 
     with _signals(stop):
         ending = Supervisor(
-            launcher, next_job, spec.cluster.restarts, stopping, on_ending, saved_step, reclaimed=reclaimed
+            launcher, next_job, spec.cluster.restarts, stopping, on_gang_exit, saved_step, reclaimed=reclaimed
         ).run()
     if ending.code == ExitCode.OK:
         return
@@ -219,7 +219,7 @@ def run_gang(
     raise GangError(_describe(ending, identity, advice), ending.code)
 
 
-def _describe(ending: Ending, identity: str, advice: str) -> str:
+def _describe(ending: GangExit, identity: str, advice: str) -> str:
     tail = "\n".join(f"    {line}" for line in ending.log_tail[-15:])
     detail = ". ".join(filter(None, (ending.detail, advice)))
     return f"run {identity}: training ended ({ending.reason}). {detail}; the end of the log:\n{tail}"

@@ -13,7 +13,7 @@ from typing import Self
 
 from holdfast.launch.emitters import LAUNCH_LABEL, RUN_LABEL
 from holdfast.launch.exits import root_cause
-from holdfast.launch.interface import Ending
+from holdfast.launch.interface import GangExit
 from holdfast.launch.kubernetes import classify, pod_events
 from holdfast.launch.kubernetes.client import PODS, Api, Object
 from holdfast.launch.kubernetes.kinds import Kind, Status, is_held
@@ -90,7 +90,7 @@ class Follower:
         interrupted: Callable[[], bool],
         nodes: int = 1,
         replaceable: int = 0,
-    ) -> Ending | None:
+    ) -> GangExit | None:
         """Wait for the end of the job `uid`. Returns None when `interrupted` returns True.
 
         The job waits at most `pending_seconds` until `nodes` of its pods have started, not counting the time in a
@@ -359,7 +359,7 @@ class Follower:
                 return None
         return _Verdict(ExitCode.OK) if self._kind.status(job).state == "succeeded" else verdict
 
-    def _completed(self, verdict: _Verdict) -> Ending:
+    def _completed(self, verdict: _Verdict) -> GangExit:
         """The ending with the last lines of the rank that explains it. The caller does not hold `changed`."""
         self.finish(DRAIN_SECONDS if verdict.code == ExitCode.OK else 2.0)
         tail, cause = list(self.tail), verdict.cause
@@ -367,7 +367,7 @@ class Follower:
             tail = [f"[node rank {cause.rank}] {line}" for line in lines]
         process, node = (cause.process, cause.rank) if cause is not None else (None, None)
         rank, attempt = (process.rank, process.attempt) if process is not None else (None, None)
-        return Ending(int(verdict.code), tuple(tail), verdict.detail, verdict.blamed, rank, node, attempt)
+        return GangExit(int(verdict.code), tuple(tail), verdict.detail, verdict.blamed, rank, node, attempt)
 
 
 def _in_words(symptoms: Sequence[classify.Symptom]) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from holdfast.launch.emitters import LAUNCH_LABEL, RUN_LABEL, has_key, key_secret, objects_for
-from holdfast.launch.interface import Ending, Job, changes_members
+from holdfast.launch.interface import GangExit, Job, changes_members
 from holdfast.launch.kubernetes.api_errors import ConflictError
 from holdfast.launch.kubernetes.client import SECRETS, Api, Object, Resource
 from holdfast.launch.kubernetes.configuration import NAMESPACE_VARIABLE, own_namespace
@@ -88,10 +88,10 @@ class KubernetesLauncher:
                     self._api.delete(resource, obj["metadata"]["name"], obj["metadata"]["uid"])
         return live
 
-    def run(self, job: Job) -> Ending:
+    def run(self, job: Job) -> GangExit:
         """See Launcher. Raises the errors of the API server, and PreemptedError when another launcher took over."""
         if self._stop_requested.is_set() and self._api.get(self._kind.resource, job.name) is None:
-            return Ending(ExitCode.PREEMPTED, (), "stopped before the job was created")
+            return GangExit(ExitCode.PREEMPTED, (), "stopped before the job was created")
         self._check()
         uid = self._create(job)
         with Follower(self._api, self._kind, job.name, job.run_id, job.launch, self._changed) as follower:
@@ -105,7 +105,7 @@ class KubernetesLauncher:
             if ending is None:  # the launcher has to stop
                 if self._pipeline is not None and not self._pipeline.was_ended():
                     follower.finish(0.0)
-                    return Ending(
+                    return GangExit(
                         ExitCode.PREEMPTED,
                         follower.tail,
                         f"only the launcher had to exit: job {job.name} continues, and the next launcher adopts it",
@@ -134,13 +134,13 @@ class KubernetesLauncher:
         if self._lease is not None:
             self._lease.check()
 
-    def _stopped(self, follower: Follower) -> Ending:
+    def _stopped(self, follower: Follower) -> GangExit:
         """The ending of a job after `stop`."""
         if self._pipeline is not None:
-            return Ending(ExitCode.CANCELLED, follower.tail, "the pipeline run was ended")
+            return GangExit(ExitCode.CANCELLED, follower.tail, "the pipeline run was ended")
         symptoms = follower.symptoms()
         have_saved = bool(symptoms) and all(symptom.code == ExitCode.PREEMPTED for symptom in symptoms)
-        return Ending(
+        return GangExit(
             ExitCode.PREEMPTED if have_saved else ExitCode.TERMINATED, follower.tail, "the launcher was stopped"
         )
 

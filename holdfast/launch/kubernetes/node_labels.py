@@ -10,7 +10,7 @@ import logging
 from datetime import UTC, datetime
 
 from holdfast.launch.emitters.pod import FAILED, HEALTH_LABEL
-from holdfast.launch.interface import Ending, Job
+from holdfast.launch.interface import GangExit, Job
 from holdfast.launch.kubernetes.client import NODES, Api
 from holdfast.spec.errors import HoldfastError
 
@@ -21,7 +21,7 @@ FOUND_BY = "holdfast/health-found-by"  # the annotation
 PATIENCE = 30.0  # seconds for each node, while the restart of the gang waits
 
 
-def label_unhealthy(api: Api, job: Job, ending: Ending) -> None:
+def label_unhealthy(api: Api, job: Job, ending: GangExit) -> None:
     """Label the nodes that failed the health check which ended a launch."""
     patient = api.within(api.namespace, PATIENCE)
     now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -21,7 +21,7 @@ from typing import TextIO
 
 from holdfast.launch.accelerators import ACCELERATORS
 from holdfast.launch.exits import FILE_VARIABLE, as_exit_code, parse_exit_report
-from holdfast.launch.interface import LEAVE_MARGIN, Ending, Job
+from holdfast.launch.interface import LEAVE_MARGIN, GangExit, Job
 from holdfast.launch.processes import PARENT_VARIABLE as PARENT
 from holdfast.launch.processes import WarmProcess, WarmServer
 from holdfast.launch.reporting import LaunchLog
@@ -95,12 +95,12 @@ class LocalLauncher:
         """See Launcher. Always False: no gang outlives the launcher that started it."""
         return False
 
-    def run(self, job: Job) -> Ending:
+    def run(self, job: Job) -> GangExit:
         """See Launcher. Call it from the main thread: the gang dies with the thread that started it."""
         self._grace = job.grace_seconds
         make_folder(self._logs)
         tail: deque[str] = deque(maxlen=TAIL_LINES)
-        path, report_file = self._log_of(job), self._ending_of(job)
+        path, report_file = self._log_of(job), self._exit_report_of(job)
         report_file.write_text("")
         gang = self._gang = self._start(job)
         with _killed_with_us(gang):
@@ -117,12 +117,12 @@ class LocalLauncher:
         detail = f"{ending.detail}. The log is {path}" if ending is not None and ending.detail else f"The log is {path}"
         cause = ending.cause if ending else None
         rank, attempt = (cause.rank, cause.attempt) if cause else (None, None)
-        return Ending(code, tuple(tail), detail, blamed, rank, attempt=attempt, elsewhere=False)
+        return GangExit(code, tuple(tail), detail, blamed, rank, attempt=attempt, elsewhere=False)
 
     def _log_of(self, job: Job) -> Path:
         return self._logs / f"launch-{job.launch:06d}.log"
 
-    def _ending_of(self, job: Job) -> Path:
+    def _exit_report_of(self, job: Job) -> Path:
         return self._log_of(job).with_suffix(".ending.json")
 
     def _arguments(self, job: Job) -> list[str]:
@@ -143,7 +143,7 @@ class LocalLauncher:
             **job.environment,
             "OMP_NUM_THREADS": str(job.threads),
             "TORCH_CPP_LOG_LEVEL": "ERROR",
-            FILE_VARIABLE: str(self._ending_of(job)),
+            FILE_VARIABLE: str(self._exit_report_of(job)),
             PARENT: str(os.getpid()),
         }
 

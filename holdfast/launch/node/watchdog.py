@@ -224,7 +224,7 @@ class Watchdog:
         blames = verdict.nodes == 1 and bool(suspects) and int(self._environment.get("GROUP_WORLD_SIZE", "1")) > 1
         for rank in ranks:
             code = ExitCode.HUNG if rank in suspects else ExitCode.LOST_PEER
-            self._leave_ending(rank, code, blames_node=blames and rank in suspects)
+            self._write_exit(rank, code, blames_node=blames and rank in suspects)
 
     def _tell(self, mine: list[_Rank], verdict: HangDecision) -> None:
         if not mine:  # the node that has a suspect reports it
@@ -251,7 +251,7 @@ class Watchdog:
             text = f"[holdfast: {self._words}. Rank {rank.rank} was {place}; its stacks:]\n".encode()
             self._keep(rank.pid, text + (stacks.get(rank.pid) or b"  none: it does not answer\n"))
 
-    def _leave_ending(self, one: _Rank, code: ExitCode, *, blames_node: bool) -> None:
+    def _write_exit(self, one: _Rank, code: ExitCode, *, blames_node: bool) -> None:
         """Complete the rank's record, since the rank cannot."""
         path = self._folder / f"{one.pid}.json"
         with suppress(OSError, ValueError):

@@ -22,7 +22,7 @@ from ray.exceptions import RayError
 
 from holdfast.launch.accelerators import ACCELERATORS, network_variables
 from holdfast.launch.exits import NodeExit, parse_exit_report, root_cause
-from holdfast.launch.interface import LEAVE_MARGIN, Ending, Job
+from holdfast.launch.interface import LEAVE_MARGIN, GangExit, Job
 from holdfast.launch.ray.node import Node
 from holdfast.launch.ray.placement_group import GangReservation, fits, nodes_of, options_of
 from holdfast.launch.reporting import LaunchLog
@@ -85,24 +85,24 @@ class RayLauncher:
         """See Launcher. Always False: no gang outlives the launcher that started it."""
         return False
 
-    def run(self, job: Job) -> Ending:
+    def run(self, job: Job) -> GangExit:
         """See Launcher."""
         if self._stop_requested.is_set():
-            return Ending(ExitCode.TERMINATED, (), "stopped before the gang was created")
+            return GangExit(ExitCode.TERMINATED, (), "stopped before the gang was created")
         self._grace, self._deadline = job.grace_seconds, None
         count, patience = _count(job), job.cluster.pending_timeout_minutes * 60
         room = GangReservation(job.name, bundle(job), count, patience=patience, avoided=job.excluded_nodes)
         try:
             while not room.is_ready():
                 if self._stop_requested.wait(ROOM_SECONDS):
-                    return Ending(ExitCode.TERMINATED, (), "stopped before there was room for the gang")
+                    return GangExit(ExitCode.TERMINATED, (), "stopped before there was room for the gang")
                 if room.is_expired:
                     limit = f"cluster.pending_timeout_minutes ({job.cluster.pending_timeout_minutes:g})"
                     detail = f"given up after {limit}: {room.shortfall()}"
-                    return Ending(ExitCode.UNSCHEDULABLE, (), detail)
+                    return GangExit(ExitCode.UNSCHEDULABLE, (), detail)
             return self._gang(job, room, count)
         except RayError as error:
-            return Ending(ExitCode.KILLED, (), f"a node was lost while the gang was being made: {_short(error)}")
+            return GangExit(ExitCode.KILLED, (), f"a node was lost while the gang was being made: {_short(error)}")
         finally:
             self._nodes = []
             room.free()
@@ -115,7 +115,7 @@ class RayLauncher:
             with suppress(RayError):
                 node.stop.remote()
 
-    def _gang(self, job: Job, room: GangReservation, count: int) -> Ending:
+    def _gang(self, job: Job, room: GangReservation, count: int) -> GangExit:
         """Start an actor with a torchrun in each bundle, and follow them to the end."""
         actor, options = ray.remote(Node), options_of(bundle(job))
         options |= {"max_restarts": 0, "max_task_retries": 0, "max_concurrency": 3}
@@ -135,7 +135,7 @@ class RayLauncher:
                 stream = node.run.options(num_returns="streaming").remote(_torchrun(job), environment)
                 threading.Thread(target=_follow, args=(rank, stream, printed, results), daemon=True).start()
             outcomes = self._wait(nodes, results)
-        return _ending(outcomes, [place[2] for place in addresses], printed.tail, path)
+        return _gang_exit(outcomes, [place[2] for place in addresses], printed.tail, path)
 
     def _wait(self, nodes: Sequence[Any], ended: queue.SimpleQueue[tuple[int, tuple[int, str]]]) -> dict[int, Any]:
         """How each node ended, by its rank. After the first failure, the other nodes have the grace period to end."""
@@ -253,7 +253,7 @@ def _follow(rank: int, stream: Any, printed: _Log, ended: queue.SimpleQueue[tupl
     ended.put((rank, outcome))
 
 
-def _ending(answers: dict[int, tuple[int, str]], names: Sequence[str], tail: Sequence[str], path: Path) -> Ending:
+def _gang_exit(answers: dict[int, tuple[int, str]], names: Sequence[str], tail: Sequence[str], path: Path) -> GangExit:
     """How the launch ended, from each node's exit report. Nodes are named by their Ray ids."""
     reports: dict[int, NodeExit] = {}
     codes = []
@@ -274,7 +274,7 @@ def _ending(answers: dict[int, tuple[int, str]], names: Sequence[str], tail: Seq
     rank, attempt = (explains.rank, explains.attempt) if explains else (None, None)
     if node is not None and cause != ExitCode.OK and reports[node].detail:
         lost += f"{reports[node].detail}. "
-    return Ending(cause, tail, f"{lost}The log is {path}", blamed, rank, node, attempt)
+    return GangExit(cause, tail, f"{lost}The log is {path}", blamed, rank, node, attempt)
 
 
 def _short(error: BaseException) -> str:

@@ -29,7 +29,7 @@ from holdfast.launch.exits import (
     parse_exit_report,
     root_cause,
 )
-from holdfast.launch.interface import LEAVE_MARGIN, Ending, Job
+from holdfast.launch.interface import LEAVE_MARGIN, GangExit, Job
 from holdfast.launch.reporting import LaunchLog
 from holdfast.launch.slurm.environment import own_job, without_step
 from holdfast.runtime import sealing
@@ -45,7 +45,7 @@ SLURM_LINES = 3  # Slurm's own lines in the reason of an ending
 _BY_SLURM = re.compile(r"\s*(srun|slurmstepd|slurmd): (fatal|error): ")
 ASK_SECONDS = 60.0  # to wait for a reply of a Slurm command
 # Every node runs the same command, and learns its number only there.
-ON_NODE = f'PET_NODE_RANK="$SLURM_NODEID" {FILE_VARIABLE}="$HOLDFAST_NODE_ENDINGS/$SLURM_NODEID" exec "$@"'
+ON_NODE = f'PET_NODE_RANK="$SLURM_NODEID" {FILE_VARIABLE}="$HOLDFAST_NODE_EXITS/$SLURM_NODEID" exec "$@"'
 
 
 class SlurmLauncher:
@@ -73,10 +73,10 @@ class SlurmLauncher:
         """See Launcher. Always False: steps end with their batch job."""
         return False
 
-    def run(self, job: Job) -> Ending:
+    def run(self, job: Job) -> GangExit:
         """See Launcher."""
         if self._stop_requested.is_set():
-            return Ending(ExitCode.TERMINATED, (), "stopped before the step was created")
+            return GangExit(ExitCode.TERMINATED, (), "stopped before the step was created")
         hosts = _output_of("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
         if bad := job.excluded_nodes & set(hosts):
             log.warning("%s spoiled two launches; `holdfast resume` asks for other nodes", ", ".join(sorted(bad)))
@@ -90,7 +90,7 @@ class SlurmLauncher:
         code, tail = self._follow(_command(job, len(hosts)), _environment(job, hosts, endings), path)
         reports = {node: parse_exit_report((endings / str(node)).read_text()) for node in range(len(hosts))}
         shutil.rmtree(endings, ignore_errors=True)
-        return _ending(code, {hosts[node]: ending for node, ending in reports.items()}, tail, path)
+        return _gang_exit(code, {hosts[node]: ending for node, ending in reports.items()}, tail, path)
 
     def stop(self) -> None:
         """See Launcher. Sends SIGTERM to all processes of the step, but not to the batch shell."""
@@ -175,7 +175,7 @@ def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str
         "PET_MASTER_PORT": str(free_port()),  # this is the first node, where the ranks meet
         "PET_RDZV_ID": f"{job.run_id}-{job.launch}",
         sealing.VARIABLE: sealing.new_key(),  # only in the environment of srun, which passes it to the nodes
-        "HOLDFAST_NODE_ENDINGS": str(endings),
+        "HOLDFAST_NODE_EXITS": str(endings),
     }
 
 
@@ -185,7 +185,7 @@ def _address(node: str) -> str:
     return match[1] if match else node
 
 
-def _ending(code: int, reports: dict[str, NodeExit | None], tail: tuple[str, ...], path: Path) -> Ending:
+def _gang_exit(code: int, reports: dict[str, NodeExit | None], tail: tuple[str, ...], path: Path) -> GangExit:
     """How the launch ended, from srun's code and each node's exit report, in the order of the nodes."""
     codes = dict(zip(reports, codes_of_nodes(code, list(reports.values())), strict=True))
     cause = root_cause(codes.values())
@@ -199,7 +199,7 @@ def _ending(code: int, reports: dict[str, NodeExit | None], tail: tuple[str, ...
     node, first = next((place, reports[name]) for place, name in enumerate(codes) if codes[name] == cause)
     rank = first.cause if first and cause != ExitCode.OK else None
     detail += f"{first.detail}. " if first and first.detail and cause != ExitCode.OK else ""
-    return Ending(
+    return GangExit(
         cause,
         tail,
         f"{detail}The log is {path}",

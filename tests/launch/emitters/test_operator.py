@@ -61,7 +61,7 @@ def start(thing: dict, node: int, port: int, folder: Path) -> subprocess.Popen[s
         if "value" in variable and "HOME" not in variable["name"]
     }
     (report := folder / f"ending-{node}").touch()
-    variables |= {"HOLDFAST_HOME": str(folder), "GLOO_SOCKET_IFNAME": "lo", "HOLDFAST_ENDING_FILE": str(report)}
+    variables |= {"HOLDFAST_HOME": str(folder), "GLOO_SOCKET_IFNAME": "lo", "HOLDFAST_EXIT_REPORT": str(report)}
     return warm.popen(
         command(container, thing["metadata"]["name"], node, port),
         {**os.environ, **LAUNCH_KEY, **variables, **injected(thing, node)},

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 import pytest
 
-from holdfast.launch import Ending, Job
+from holdfast.launch import GangExit, Job
 from holdfast.launch.kubernetes import KubernetesLauncher, follow, lease
 from holdfast.launch.kubernetes.output import LogFollower
 from holdfast.spec.cluster import Cluster
@@ -100,7 +100,7 @@ class Running:
             assert self._thread.is_alive() and time.monotonic() < deadline, (self.followers, self.ending, self.error)
             time.sleep(0.01)
 
-    def end(self) -> Ending:
+    def end(self) -> GangExit:
         """The ending of the launch."""
         self._thread.join(PATIENCE)
         if self.error is not None:

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.launch import Ending, Job, LocalLauncher, Supervisor
+from holdfast.launch import GangExit, Job, LocalLauncher, Supervisor
 from holdfast.launch.node.output import Place, RankOutput
 from holdfast.spec.cluster import Cluster, Restarts
 from holdfast.store import Store, layout, open_store
@@ -174,7 +174,7 @@ def test_ranks_that_start_cold_are_kept_too(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_exit_detail_has_the_command_for_the_log_of_the_failed_rank(tmp_path: Path, store: Store) -> None:
     jobs = deque([job(store.url, "peer", "12")])
-    endings: list[Ending] = []
+    endings: list[GangExit] = []
     ending = Supervisor(
         LocalLauncher(tmp_path / "logs"),
         jobs.popleft,
