@@ -49,6 +49,7 @@ LABEL org.opencontainers.image.title="holdfast-${KIND}" \
 ENV PATH=/opt/holdfast/code/bin:/opt/holdfast/venv/bin:${PATH} \
     HOME=/tmp USER=holdfast HOLDFAST_HOME=/tmp/holdfast \
     PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1 OMP_NUM_THREADS=1 \
+    PYTORCH_ALLOC_CONF=expandable_segments:True \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     HOLDFAST_IMAGE=${KIND}-${VARIANT} HOLDFAST_GIT_COMMIT="${REVISION}"
 USER 1000:1000

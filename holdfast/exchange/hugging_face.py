@@ -9,7 +9,7 @@ from holdfast.checkpoint import Checkpoint, TensorBox
 from holdfast.corpus.chat import read_settings, templates_next_to
 from holdfast.dataset import Dataset
 from holdfast.model.config import Base
-from holdfast.model.export import ExportFile, Rows, export_files, peft_files
+from holdfast.model.export import DTYPES, ExportFile, Rows, export_files, peft_files
 from holdfast.model.hub import require_weights
 from holdfast.model.hugging_face import open_weights, require_fit
 from holdfast.model.lora import adapter_shapes, frozen_matrices, merging_rows, stored_rows
@@ -55,6 +55,7 @@ def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[Ex
             adapters = peft_files(shapes, checkpoint.rows, lora, location)
         stored = stored_rows(weights.rows, frozen_matrices(spec.model, dataset.vocabulary, lora), lora.base)
         rows = merging_rows(stored, shapes, checkpoint.tensor, lora)
+    base_documents = read_base(spec, dataset)
     files = export_files(
         spec.model,
         dataset.vocabulary,
@@ -62,9 +63,19 @@ def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[Ex
         tokenizer_json=dataset.tokenizer_json(),
         end_of_text=spec.data.tokenizer.end_of_text,
         chat_template=dataset.chat_template,
-        base=read_base(spec, dataset),
+        base=base_documents,
+        dtype=_dtype(spec, base_documents),
     )
     return sorted(adapters + files)
+
+
+def _dtype(spec: Spec, base: Base | None) -> str:
+    """The type of the exported weights, as config.json names it. A base without a type of DTYPES is fp32."""
+    if spec.model.export_dtype != "base":
+        return {"fp32": "float32", "bf16": "bfloat16"}[spec.model.export_dtype]
+    settings = base.config if base is not None else {}
+    name = settings.get("dtype", settings.get("torch_dtype"))
+    return name if name in DTYPES else "float32"
 
 
 def read_base(spec: Spec, dataset: Dataset) -> Base | None:

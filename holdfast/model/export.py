@@ -24,7 +24,8 @@ from holdfast.spec.model import Model
 from holdfast.spec.training import Lora
 
 MAX_SHARD_BYTES = 5 * 10**9
-ITEM_BYTES = 4  # weights are exported in their training precision: fp32
+# By the name in config.json: the name in safetensors, and the type. Weights are trained in fp32.
+DTYPES = {"float32": ("F32", torch.float32), "bfloat16": ("BF16", torch.bfloat16), "float16": ("F16", torch.float16)}
 INDEX = "model.safetensors.index.json"
 
 # A tensor by its canonical name, some rows at a time: all rows, or a range [first, last) (of experts).
@@ -48,10 +49,11 @@ def export_files(
     end_of_text: str,
     chat_template: str | None = None,
     base: Base | None = None,
+    dtype: str = "float32",
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[ExportFile]:
     """The files of a model, sorted by name, before any of them is generated. `base` has the settings of the tuned
-    model.
+    model. The weights are rounded once to `dtype`, a key of DTYPES.
 
     Raises DataError if the tokenizer has no `end_of_text`. The content of a shard raises it if `rows` returns a tensor
     of another size than the model's.
@@ -59,7 +61,7 @@ def export_files(
     end_id = token_id(tokenizer_json, end_of_text)
     weights = published(shape, vocabulary)
     shapes = {name: shape_of(parts) for name, parts in weights.items()}
-    shards = _plan(shapes, max_shard_bytes)
+    shards = _plan(shapes, max_shard_bytes, dtype)
 
     def read(name: str) -> Iterator[Tensor]:
         return (part for place in weights[name] for part in published_rows(name, place, rows))
@@ -68,14 +70,14 @@ def export_files(
     placed: dict[str, str] = {}
     for number, names in enumerate(shards, 1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        files.append(tensor_file(file, {name: shapes[name] for name in sorted(names)}, read))
+        files.append(tensor_file(file, {name: shapes[name] for name in sorted(names)}, read, dtype))
         placed |= dict.fromkeys(names, file)
-    documents: dict[str, object] = {
-        **(base or Base()).documents(config(shape, vocabulary, end_id), end_of_text, end_id)
-    }
+    documents = (base or Base()).documents(config(shape, vocabulary, end_id), end_of_text, end_id)
+    if dtype != "float32":
+        documents["config.json"] = {**documents["config.json"], "dtype": dtype, "torch_dtype": dtype}
     if len(shards) > 1:
         total = sum(math.prod(shape) for shape in shapes.values())
-        metadata = {"total_parameters": total, "total_size": total * ITEM_BYTES}
+        metadata = {"total_parameters": total, "total_size": total * DTYPES[dtype][1].itemsize}
         documents[INDEX] = {"metadata": metadata, "weight_map": placed}
     files += [document_file(name, document) for name, document in documents.items()]
     files.append(_document("tokenizer.json", tokenizer_json))
@@ -112,12 +114,12 @@ def token_id(tokenizer_json: str, token: str) -> int:
     return int(number)
 
 
-def _plan(shapes: Mapping[str, tuple[int, ...]], max_bytes: int) -> list[list[str]]:
+def _plan(shapes: Mapping[str, tuple[int, ...]], max_bytes: int, dtype: str) -> list[list[str]]:
     """The names in each shard, filled in order. A tensor above the limit has a separate shard."""
     shards: list[list[str]] = [[]]
     shard_bytes = 0
     for name, shape in shapes.items():
-        size = math.prod(shape) * ITEM_BYTES
+        size = math.prod(shape) * DTYPES[dtype][1].itemsize
         if shards[-1] and shard_bytes + size > max_bytes:
             shards.append([])
             shard_bytes = 0
@@ -126,14 +128,14 @@ def _plan(shapes: Mapping[str, tuple[int, ...]], max_bytes: int) -> list[list[st
     return shards
 
 
-def tensor_file(file: str, shapes: Mapping[str, tuple[int, ...]], rows: Rows) -> ExportFile:
-    """A safetensors file of these tensors, in order. The library writes files only from whole tensors. This is its
+def tensor_file(file: str, shapes: Mapping[str, tuple[int, ...]], rows: Rows, dtype: str = "float32") -> ExportFile:
+    """A safetensors file of these tensors as `dtype`, in order. The library writes files only from whole tensors. Its
     format: the length of the header in 8 bytes, the header, padded to a multiple of 8, and the tensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    end, (label, kind) = 0, DTYPES[dtype]
     for name, shape in shapes.items():
-        start, end = end, end + math.prod(shape) * ITEM_BYTES
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+        start, end = end, end + math.prod(shape) * kind.itemsize
+        header[name] = {"dtype": label, "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     start_of_file = len(text).to_bytes(8, "little") + text
@@ -146,15 +148,18 @@ def tensor_file(file: str, shapes: Mapping[str, tuple[int, ...]], rows: Rows) ->
                 if tuple(part.shape[1:]) != shape[1:]:
                     raise DataError(f"{name}: the model needs {list(shape)}, and rows of {list(part.shape[1:])} came")
                 count += len(part)
-                yield _bytes(part)
+                yield _bytes(name, part, kind)
             if count != shape[0]:
                 raise DataError(f"{name}: the model needs {list(shape)}, and {count} rows came")
 
     return ExportFile(file, len(start_of_file) + end, content)
 
 
-def _bytes(rows: Tensor) -> memoryview:
-    array: np.ndarray = rows.detach().to(device="cpu", dtype=torch.float32).contiguous().flatten().numpy()
+def _bytes(name: str, rows: Tensor, dtype: torch.dtype) -> memoryview:
+    rounded = rows.detach().to(device="cpu", dtype=dtype)
+    if dtype is torch.float16 and rounded.isinf().any():
+        raise DataError(f"{name}: a weight exceeds the largest number of float16; use model.export_dtype: bf16")
+    array: np.ndarray = rounded.contiguous().flatten().view(torch.uint8).numpy()
     return array.data.cast("B")
 
 

@@ -261,6 +261,11 @@ class Model(Section):
         description="Hugging Face weights to start from: a folder, s3:// or hf://owner/name[@revision]. Default: "
         "random weights.",
     )
+    export_dtype: Literal["fp32", "bf16", "base"] = Field(
+        "fp32",
+        description="Type of the exported weights, rounded once from fp32. `base`: that of `init_from`, by its "
+        "config.json.",
+    )
     experts: int = Field(1, ge=1, le=10_000, description="Experts of each feed-forward layer; 1 is a dense model.")
     dense_layers: int = Field(
         0, ge=0, le=1000, description="First layers without experts (dots1 and glm4_moe), of width `dense_ffn`."

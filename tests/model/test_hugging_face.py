@@ -225,6 +225,20 @@ def test_a_shard_has_the_bytes_that_the_library_writes(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_are_exported_in_another_type_rounded_once(tmp_path: Path, dtype: torch.dtype) -> None:
+    built, name = decoder(shape(tie_embeddings=False)), str(dtype).removeprefix("torch.")
+    export(tmp_path, built, dtype=name, max_shard_bytes=20_000)
+    for path in tmp_path.glob("*.safetensors"):
+        for tensor_name, tensor in load_file(path).items():
+            assert torch.equal(tensor, built.state_dict()[tensor_name].to(dtype))
+        save_file(load_file(path), tmp_path / "theirs", metadata={"format": "pt"})
+        assert path.read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert LlamaForCausalLM.from_pretrained(tmp_path, dtype="auto").dtype is dtype
+    files = json.loads((tmp_path / "model.safetensors.index.json").read_text())["metadata"]
+    assert files["total_size"] == 2 * files["total_parameters"]
+
+
 def test_tensors_that_do_not_match_the_model_are_refused() -> None:
     built = decoder(shape())
     tensors = built.state_dict()

@@ -163,7 +163,14 @@ def test_nf4_gives_the_losses_of_its_values_in_fp32_whole_and_sharded(tmp_path: 
 def test_a_run_resumes_to_the_same_bits_and_its_export_is_the_stored_base_with_the_adapters(
     tmp_path: Path, base: str
 ) -> None:
-    asked: Any = (*SHAPE, "training.steps=4", f"training.lora.base={base}", f"model.init_from={weights(tmp_path)}")
+    dtype = torch.bfloat16 if base == "nf4" else torch.float32  # `base`: config.json of the base says float32
+    asked: Any = (
+        *SHAPE,
+        f"model.export_dtype={'bf16' if base == 'nf4' else 'base'}",
+        "training.steps=4",
+        f"training.lora.base={base}",
+        f"model.init_from={weights(tmp_path)}",
+    )
     store, spec = new_store(tmp_path / "runs"), tiny_spec(*asked)
     assert train_in_ranks(1, store.url, tmp_path / "a", [(asked, "", None), (asked, "stopped", 2)]) == [
         "",
@@ -181,6 +188,7 @@ def test_a_run_resumes_to_the_same_bits_and_its_export_is_the_stored_base_with_t
     stem = "model.layers.1.self_attn.v_proj"
     low, high = (checkpoint.tensor(f"{stem}.lora_{which}.weight").double() for which in "AB")
     whole = stored(published[f"{stem}.weight"], base).double() + high @ low * scale_of(spec.training.lora)
-    torch.testing.assert_close(exported[f"{stem}.weight"], whole.float(), rtol=1e-6, atol=1e-7)
-    assert not torch.equal(exported[f"{stem}.weight"], published[f"{stem}.weight"])
-    assert torch.equal(exported["model.embed_tokens.weight"], published["model.embed_tokens.weight"])
+    bound = 2**-8 if dtype is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(exported[f"{stem}.weight"], whole.to(dtype), rtol=bound, atol=1e-7)
+    assert not torch.equal(exported[f"{stem}.weight"], published[f"{stem}.weight"].to(dtype))
+    assert torch.equal(exported["model.embed_tokens.weight"], published["model.embed_tokens.weight"].to(dtype))

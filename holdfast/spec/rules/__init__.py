@@ -39,6 +39,7 @@ from holdfast.spec.rules.data import (
 )
 from holdfast.spec.rules.model import (
     check_experts,
+    check_export_dtype,
     check_heads,
     check_model_family,
     check_rope,
@@ -100,6 +101,7 @@ RULES: tuple[Rule, ...] = (
     check_heads,
     check_model_family,
     check_experts,
+    check_export_dtype,
     check_expert_layout,
     check_expert_parallel,
     check_rope,

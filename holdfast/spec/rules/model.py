@@ -87,6 +87,13 @@ def check_model_family(spec: Spec) -> Iterator[Problem]:
         )
 
 
+def check_export_dtype(spec: Spec) -> Iterator[Problem]:
+    """The type of a base needs one."""
+    if spec.model.export_dtype == "base" and spec.model.init_from is None:
+        remedy = "use fp32 or bf16, or name weights in model.init_from"
+        yield Problem("model.export_dtype", "base", "is the type of weights that are not named", remedy)
+
+
 def check_experts(spec: Spec) -> Iterator[Problem]:
     """Only a family with experts has them, there are enough for `top_k`, and the export supports the balancing."""
     model, routing, mixture = spec.model, spec.model.routing, spec.model.family in MIXTURES
