@@ -159,6 +159,8 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("a base without adapters", {"training.lora.base": "nf4"}, "training.lora.base", "nf4", "rank"),
     ("nf4 of odd widths", {**LORA, "training.lora.base": "nf4", "model.ffn": 200}, "model.ffn", 200, "multiple of 64"),
     ("type of no base", {"model.export_dtype": "base"}, "model.export_dtype", "base", "fp32 or bf16"),
+    ("nf4 that is split", {**LORA, "training.lora.base": "nf4", "parallel.tensor": 2, "parallel.processes": 2},
+     "training.lora.base", "nf4", "use bf16"),
     ("adapters to nothing", {"training.lora.rank": 8}, "model.init_from", None, "name them"),
     ("scale of nothing", {"training.lora.alpha": 8}, "training.lora.alpha", 8.0, "give training.lora.rank"),
     ("adapters twice", {**LORA, "training.lora.targets": ["q_proj", "q_proj"]}, "training.lora.targets",

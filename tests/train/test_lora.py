@@ -53,6 +53,9 @@ LAYOUTS = (
     (2, ("parallel.strategy=ddp", "training.determinism=elastic")),
     (2, ("parallel.strategy=fsdp", "training.determinism=elastic")),
     (2, ("parallel.strategy=fsdp", "training.lora.base=bf16")),
+    (2, ("parallel.strategy=fsdp", "parallel.tensor=2", "training.lora.base=bf16")),
+    (2, ("parallel.strategy=fsdp", "parallel.pipeline=2")),
+    (2, ("parallel.strategy=fsdp", "parallel.context=2")),
     (2, ("parallel.strategy=ddp", "training.lora.base=bf16", "training.determinism=elastic")),
 )
 

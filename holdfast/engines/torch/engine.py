@@ -215,6 +215,7 @@ class TorchEngine:
         ]
         for stage in own:
             stage.loss_chunk = spec.training.loss_chunk
+            add_adapters(stage, spec.training.lora)
         return own
 
     def _reference_model(self, spec: Assignment, vocabulary: int) -> nn.Module | None:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
@@ -71,10 +71,10 @@ def _attention_plan(layer: Layer) -> dict[str, ParallelStyle]:
         "self_attn": PrepareModuleInput(
             input_layouts=(SEQUENCE, None, None, None, None), desired_input_layouts=(replicated, None, None, None, None)
         ),
-        "self_attn.q_proj": ColwiseParallel(),
-        "self_attn.k_proj": ColwiseParallel(),
-        "self_attn.v_proj": ColwiseParallel(),
-        "self_attn.o_proj": RowwiseParallel(output_layouts=SEQUENCE),
+        "self_attn.q_proj": _ByRows(),
+        "self_attn.k_proj": _ByRows(),
+        "self_attn.v_proj": _ByRows(),
+        "self_attn.o_proj": _ByColumns(output_layouts=SEQUENCE),
     }
     norms = [name for name, part in layer.named_children() if isinstance(part, nn.RMSNorm)]
     after = layer.post_feedforward_layernorm is not None  # then these two are added to the residual stream
@@ -91,9 +91,9 @@ def _feed_forward_plan(name: str) -> dict[str, ParallelStyle]:
     """A plan that splits a feed-forward layer's columns over ranks."""
     return {
         name: PrepareModuleInput(input_layouts=(SEQUENCE,), desired_input_layouts=(Replicate(),)),
-        f"{name}.gate_proj": ColwiseParallel(),
-        f"{name}.up_proj": ColwiseParallel(),
-        f"{name}.down_proj": RowwiseParallel(output_layouts=SEQUENCE),
+        f"{name}.gate_proj": _ByRows(),
+        f"{name}.up_proj": _ByRows(),
+        f"{name}.down_proj": _ByColumns(output_layouts=SEQUENCE),
     }
 
 
@@ -107,6 +107,30 @@ def _mixture_plan(mixture: Mixture) -> dict[str, ParallelStyle]:
     if mixture.shared_expert_gate is not None:
         plan["mlp.shared_expert_gate"] = _OfParts()
     return plan
+
+
+def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    """Spread the own parameters of a module over `mesh`. Nothing is sent: the modules are on meta."""
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        whole = Replicate() if name == "bias" and placement == Shard(1) else placement
+        spread = distribute_tensor(parameter, mesh, [whole], src_data_rank=None)
+        module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+
+
+class _ByRows(ColwiseParallel):
+    """A matrix of which each rank has some rows, so it computes some columns of the result. Of an adapter every rank
+    has the first matrix whole, and some rows of the second."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        _distribute(module, device_mesh, Replicate() if name == "lora_A" else Shard(0))
+
+
+class _ByColumns(RowwiseParallel):
+    """A matrix of which each rank has some columns, so the results of the ranks are added up. Of an adapter each rank
+    has some columns of the first matrix, and the second one whole."""
+
+    def _partition_linear_fn(self, name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        _distribute(module, device_mesh, Replicate() if name == "lora_B" else Shard(1))
 
 
 class _OfParts(ParallelStyle):
@@ -201,4 +225,8 @@ class _WholeSequence(SequenceParallel):
 
 
 def _cut(module: nn.Module, mesh: DeviceMesh, plan: dict[str, ParallelStyle]) -> None:
+    frozen = {name for name, parameter in module.named_parameters() if not parameter.requires_grad}
     parallelize_module(module, mesh, plan, src_data_rank=None)  # on meta: nothing to scatter
+    for name, parameter in module.named_parameters():
+        if name in frozen:  # torch's styles make trained parameters
+            parameter.requires_grad_(False)

@@ -355,20 +355,29 @@ def check_adapters(spec: Spec) -> Iterator[Problem]:
                 remedy = f"use a multiple of {NF4_BLOCK}, or training.lora.base: bf16"
                 message = f"gives matrices of {width} columns, and NF4 scales {NF4_BLOCK} together (training.lora.base)"
                 yield Problem(f"model.{name}", getattr(model, name), message, remedy)
-    yield from _plain_layout(spec, "does not support adapters", "no training.lora")
+        if spec.parallel.tensor > 1:
+            remedy = "use bf16, or parallel.strategy: fsdp without parallel.tensor"
+            message = f"is held whole by every rank, and parallel.tensor = {spec.parallel.tensor} would split it"
+            yield Problem("training.lora.base", "nf4", message, remedy)
+    yield from _dense_of_torch(spec, "does not support adapters", "no training.lora")
 
 
 def _plain_layout(spec: Spec, why: str, otherwise: str) -> Iterator[Problem]:
     """The model is dense, whole or sharded, and the engine is torch. Everything else is refused with `why`."""
+    yield from _dense_of_torch(spec, why, otherwise)
+    for name in ("tensor", "pipeline", "context"):
+        if (degree := getattr(spec.parallel, name)) > 1:
+            remedy = f"use 1, with parallel.strategy: fsdp for a model that is too large, or {otherwise}"
+            yield Problem(f"parallel.{name}", degree, why, remedy)
+
+
+def _dense_of_torch(spec: Spec, why: str, otherwise: str) -> Iterator[Problem]:
+    """The model is dense, and the engine is torch. Everything else is refused with `why`."""
     if spec.model.experts > 1:
         yield Problem("model.experts", spec.model.experts, why, f"use 1, or {otherwise}")
     if spec.parallel.engine != "torch":
         remedy = f"use ddp or fsdp, or {otherwise}"
         yield Problem("parallel.strategy", spec.parallel.strategy, why, remedy)
-    for name in ("tensor", "pipeline", "context"):
-        if (degree := getattr(spec.parallel, name)) > 1:
-            remedy = f"use 1, with parallel.strategy: fsdp for a model that is too large, or {otherwise}"
-            yield Problem(f"parallel.{name}", degree, why, remedy)
 
 
 # Rules of `training.precision`: what each arithmetic supports. The support of the accelerator is checked on it.
