@@ -47,7 +47,8 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
             _cut(layer, mesh, plan)
             sinks = layer.self_attn.sinks
             if sinks is not None:  # of this rank's heads
-                layer.self_attn.sinks = nn.Parameter(distribute_tensor(sinks, mesh, [Shard(0)], src_data_rank=None))
+                own = distribute_tensor(sinks, mesh, [Shard(0)], src_data_rank=None)
+                layer.self_attn.sinks = nn.Parameter(own, requires_grad=sinks.requires_grad)
             if mixture is not None:
                 mixture.gate.cut(mesh.size(), lambda counts: _added_up(counts, mesh))
     decoder.logprobs = partial(_shard_logprobs, decoder, mesh)  # type: ignore[method-assign]
