@@ -1,9 +1,12 @@
-"""An empty MLflow. Creating its database takes a second, so tests copy it."""
+"""An empty MLflow. Creating its database takes four CPU seconds, so one process does it, and tests copy it."""
 
 from __future__ import annotations
 
+import fcntl
 import functools
+import os
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from holdfast.tracking import connect
@@ -19,6 +22,24 @@ def place(home: Path) -> None:
 
 @functools.cache
 def _empty() -> bytes:
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    if run is None:
+        return _created()
+    shared = Path(tempfile.gettempdir()) / f"holdfast-empty-mlflow-{run}.db"  # of the processes of this test run
+    with shared.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        database = file.read()
+        if not database:
+            for earlier in set(shared.parent.glob("holdfast-empty-mlflow-*.db")) - {shared}:
+                with suppress(OSError):
+                    earlier.unlink()
+            database = _created()
+            file.write(database)
+        return database
+
+
+def _created() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         database = Path(folder) / "mlflow.db"
         connect(f"sqlite:///{database}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from importlib.metadata import version
@@ -23,6 +22,7 @@ from holdfast.store import layout, open_store
 from holdfast.telemetry import emit
 from holdfast.telemetry.event_log import recording
 from holdfast.telemetry.events import Progress
+from tests import warm
 from tests.kubeflow_server import KubeflowServer
 from tests.pipelines.cli.test_cli import imports_of
 
@@ -267,7 +267,7 @@ def test_with_json_a_failure_is_one_document_on_standard_output(
     spec: Path, arguments: tuple[str, ...], code: int, name: str
 ) -> None:
     command = [sys.executable, "-m", "holdfast.pipelines.cli", *(argument.format(spec=spec) for argument in arguments)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = warm.run(command, os.environ)
     assert result.returncode == code, result.stderr
     error = json.loads(result.stdout)["error"]
     assert (error["code"], error["name"], error["retryable"]) == (code, name, False)
@@ -281,7 +281,7 @@ def test_with_json_a_failure_is_one_document_on_standard_output(
 
 def test_a_result_is_all_that_json_prints(spec: Path) -> None:
     command = [sys.executable, "-m", "holdfast.pipelines.cli", "validate", str(spec), "--json"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = warm.run(command, os.environ)
     assert (result.returncode, json.loads(result.stdout)["name"]) == (0, "small")
 
 
