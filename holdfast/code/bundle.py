@@ -27,6 +27,7 @@ from pathlib import Path
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
+from holdfast.code.packages import LOCK_FILE, locked_packages, require_packages
 from holdfast.runtime.environment import cache_dir, make_folder
 from holdfast.runtime.locks import lock_within, no_locks, open_lock
 from holdfast.spec.errors import DataError, HungError, MissingError, Problem, SpecError
@@ -106,7 +107,7 @@ def digest_of(data: bytes) -> str:
 
 
 def make_bundle(folder: Path, include: Sequence[str] = ()) -> Bundle:
-    """The bundle of `folder`: its `*.py` files, and files that match a pattern of `include`.
+    """The bundle of `folder`: its `*.py` files, its lock, and files that match a pattern of `include`.
 
     `*` in a pattern also matches `/`. Hidden folders, caches, virtual environments and what `.holdfastignore` names
     are left out. Raises MissingError without the folder, and SpecError with every file that is refused.
@@ -114,7 +115,7 @@ def make_bundle(folder: Path, include: Sequence[str] = ()) -> Bundle:
     if not folder.is_dir():
         raise MissingError(f"{folder}: no such folder of code; name a file in an existing folder")
     problems: list[Problem] = []
-    files = list(_collect(folder, [CODE, *include], problems))
+    files = list(_collect(folder, [CODE, LOCK_FILE, *include], problems))
     size = sum(len(file.data) for file in files)
     if len(files) > MAX_FILES:
         problems.append(_refused(str(folder), f"has {len(files)} files of code, more than {MAX_FILES}", _LEAVE_OUT))
@@ -122,6 +123,8 @@ def make_bundle(folder: Path, include: Sequence[str] = ()) -> Bundle:
         largest = max(files, key=lambda file: len(file.data)).path
         text = f"has {size:,} bytes of code, more than {MAX_BYTES:,}; the largest file is {largest}"
         problems.append(_refused(str(folder), text, _LEAVE_OUT))
+    lock = next((file.data for file in files if file.path == LOCK_FILE), b"")
+    problems += locked_packages(lock.decode(errors="replace"))[1]
     if problems:
         raise SpecError(problems, str(folder))
     return Bundle(pack(files), tuple(file.path for file in files))
@@ -191,7 +194,7 @@ def fetch_code(store: Store, digest: str, cache: Path | None = None) -> Path:
     """The folder with the files of a bundle on this node. It is read from the store once per node.
 
     `digest` must come from the command line of the job, not from the store. Raises MissingError if the store has no
-    such bundle, and DataError if it was changed.
+    such bundle, DataError if it was changed, and SpecError if this environment has other packages than its lock.
     """
     require_digest(digest)
     root = (cache or cache_dir()) / "code"
@@ -200,6 +203,7 @@ def fetch_code(store: Store, digest: str, cache: Path | None = None) -> Path:
     with _locked(root / f"{folder.name}.lock"):
         if folder.is_dir():
             if _is_intact(folder, digest):
+                require_packages(folder)
                 return folder
             log.warning("%s: was changed; it is unpacked again", folder)
             _remove(folder)
@@ -211,6 +215,7 @@ def fetch_code(store: Store, digest: str, cache: Path | None = None) -> Path:
                 f"{store.url}/{key}: the code bundle of this run is not in the store; submit the run again"
             ) from None
         _unpack(read_bundle(data, digest), folder)
+    require_packages(folder)
     return folder
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -159,3 +160,25 @@ def test_links_out_of_the_folder_and_too_much_code_are_refused(
             make_bundle(folder)
     with pytest.raises(MissingError, match="no such folder"):
         make_bundle(tmp_path / "nowhere")
+
+
+def test_other_packages_than_those_of_the_lock_are_all_named_where_the_code_would_run(
+    folder: Path, tmp_path: Path
+) -> None:
+    store, cache = open_store(f"file://{tmp_path}/store"), tmp_path / "cache"
+    lock = folder / "requirements.lock"
+    lock.write_text(
+        f"# exact\n--index-url x\nBlake3=={version('blake3')} \\\n    --hash=sha256:00\n"
+        f"torch=={version('torch').partition('+')[0]}\nwindows-only==1 ; sys_platform == 'win32'\n"
+    )
+    assert fetch_code(store, publish(store, make_bundle(folder)), cache)
+    lock.write_text("blake3==0.0.1\nno_such_package==2\n")
+    digest = publish(store, make_bundle(folder))
+    for _ in range(2):  # also where it was unpacked before
+        with pytest.raises(SpecError) as refused:
+            fetch_code(store, digest, cache)
+        assert [problem.value for problem in refused.value.problems] == ["blake3==0.0.1", "no_such_package==2"]
+    assert refused.value.exit_code == 10
+    lock.write_text("blake3>=1\n")
+    with pytest.raises(SpecError, match="names no exact version"):
+        make_bundle(folder)

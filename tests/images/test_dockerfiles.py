@@ -28,7 +28,10 @@ def final_stage(path: Path) -> list[Instruction]:
     return steps[last:]
 
 
-@pytest.fixture(params=sorted(path.name for path in IMAGES.glob("*.Dockerfile")))
+EXTENSION = "extend.Dockerfile"  # adds packages to an image of ours, from which it has labels and settings
+
+
+@pytest.fixture(params=sorted(path.name for path in IMAGES.glob("*.Dockerfile") if path.name != EXTENSION))
 def dockerfile(request: pytest.FixtureRequest) -> Path:
     return IMAGES / request.param
 
@@ -161,3 +164,14 @@ def test_the_build_refuses_what_cannot_become_an_image(
     process = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 2
     assert message in process.stderr
+
+
+def test_an_extended_image_adds_packages_by_hash_and_stays_unprivileged() -> None:
+    steps = instructions(IMAGES / EXTENSION)
+    (install,) = (rest for word, rest in steps if word == "RUN" and "pip install" in rest)
+    assert install.startswith("--mount=type=secret,id=pip.conf,target=/etc/pip.conf ")
+    assert {"--require-hashes", "--no-deps"} <= set(install.split())
+    final = final_stage(IMAGES / EXTENSION)
+    assert [word for word, _ in final] == ["FROM", "COPY", "USER", "RUN"], "nothing is installed in the image itself"
+    assert dict(final)["USER"] == "1000:1000"
+    assert dict(final)["RUN"] == "holdfast-selfcheck"

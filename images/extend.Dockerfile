@@ -1,0 +1,16 @@
+# An image with the packages of your own code: those of requirements.lock, with hashes, as `uv pip compile --generate-hashes`
+# writes it. The folder of the code is the context:
+#   docker build -f images/extend.Dockerfile --build-arg IMAGE=REGISTRY/holdfast-train-cpu@sha256:... FOLDER
+# Give the result as cluster.image. Jobs compare the lock again, and install nothing.
+ARG BASE=python:3.11-slim-bookworm
+ARG IMAGE
+
+FROM ${BASE} AS dependencies
+COPY requirements.lock /build/requirements.lock
+RUN --mount=type=secret,id=pip.conf,target=/etc/pip.conf \
+    pip install --no-cache-dir --no-compile --no-deps --require-hashes --target /build/packages -r /build/requirements.lock
+
+FROM ${IMAGE}
+COPY --from=dependencies /build/packages /opt/holdfast/venv/lib/python3.11/site-packages
+USER 1000:1000
+RUN holdfast-selfcheck
