@@ -12,6 +12,7 @@ from holdfast.spec import Spec
 from holdfast.spec.errors import Problem, SpecError, UsageError
 
 if TYPE_CHECKING:
+    from holdfast.components.train.exactness import Exactness
     from holdfast.health import Report
     from holdfast.pipelines.chaos.compare import Chaos
     from holdfast.pipelines.doctor import Finding
@@ -131,6 +132,27 @@ def chaos(
         compare.known_faults(faults),
         store,
     )
+
+
+def verify(spec: Path, *, overrides: Sequence[str] = (), steps: int = 8, resume_at: int | None = None) -> Exactness:
+    """Run the training script of a spec for some steps on this machine, without and with a stop, and compare the bits.
+    `resume_at` is the step of the stop; default: the middle. The runs are kept nowhere."""
+    from holdfast.code.script import publish_script
+    from holdfast.components.train.exactness import verify_script
+    from holdfast.pipelines.paths import load_spec
+    from holdfast.runtime.temporary import temporary_folder
+    from holdfast.store import open_store
+
+    checked_spec = load_spec(spec, overrides)
+    if checked_spec.train.script is None:
+        raise UsageError("has no training script", "SPEC", "use `holdfast chaos` for Holdfast's own loop")
+    stop = steps // 2 if resume_at is None else resume_at
+    if not 0 < stop < steps:
+        raise UsageError(f"{stop} is not between 0 and {steps}", "--resume-at", "stop within the steps")
+    with temporary_folder() as folder:
+        store = open_store(f"file://{folder}/store")
+        publish_script(checked_spec, store)
+        return verify_script(checked_spec, store, steps, stop)
 
 
 def run_with_faults(wanted: Chaos, tell: Callable[[object], None] = lambda _: None) -> Chaos:

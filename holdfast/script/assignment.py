@@ -33,6 +33,7 @@ class ScriptAssignment(BaseModel):
     accelerator: str
     checkpoint: Checkpoint
     telemetry: Telemetry
+    stop_at: int | None = None  # the step after which a verification saves and ends the script
     anomalies: Anomalies = Anomalies()  # for the retention of checkpoints; a script has none
 
     @classmethod

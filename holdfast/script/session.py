@@ -73,6 +73,10 @@ class PreemptionExit(SystemExit):
         self.step = step
 
 
+class StopExit(SystemExit):
+    """A verification has reached its last step."""
+
+
 @dataclass(frozen=True)
 class Launched:
     """The launch that runs this process."""
@@ -287,6 +291,10 @@ class ManagedSession(Session):
         self._history.add(step, metrics, state_digest, lap)
         self._accounts.on_step(_Timed(step, lap))
         leaving = self._launched.leave.all_ranks_stopping()
+        if step == self._assignment.stop_at:
+            self.save(step)
+            self._checkpointer.wait()
+            raise StopExit(0)
         due = self.due(step) or leaving
         if due or self._checkpointer.near_due(step):
             self._save(committed=due)

@@ -40,6 +40,7 @@ class ExitCode(IntEnum):
     PLAN_CHANGED = 18
     STORE_REFUSED = 19
     OUT_OF_MEMORY = 20
+    NOT_EXACT = 21
     USER_CODE = 22
 
     INTERRUPTED = 130
@@ -91,6 +92,7 @@ MEANINGS = {
     ExitCode.PLAN_CHANGED: "The plan differs from the one of the attempts before. `--replan` accepts that.",
     ExitCode.STORE_REFUSED: "The store refuses a request, or does not support conditional writes.",
     ExitCode.OUT_OF_MEMORY: "An accelerator or the host ran out of memory. The same plan needs as much again.",
+    ExitCode.NOT_EXACT: "A training script does not resume with the same bits (`holdfast verify`).",
     ExitCode.USER_CODE: "A function of your own code failed, or returned a value that cannot be used.",
     ExitCode.INTERRUPTED: "SIGINT.",
     ExitCode.KILLED: "SIGKILL: often the host ran out of memory, or a node was lost.",
@@ -193,6 +195,12 @@ class UserCodeError(HoldfastError):
     """A function of the user's own code that fails, or returns something else than its role requires."""
 
     exit_code = ExitCode.USER_CODE
+
+
+class NotExactError(HoldfastError):
+    """A training script does not resume with the bits of an undisturbed run."""
+
+    exit_code = ExitCode.NOT_EXACT
 
 
 class DivergedError(HoldfastError):

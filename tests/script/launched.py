@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from holdfast.checkpoint import read_manifest
@@ -17,7 +18,14 @@ from holdfast.spec.training import Checkpoint
 from holdfast.store import open_store
 
 
-def run_script(url: str, run_id: str, script: Callable[..., Any], *arguments: Any, **checkpoint: Any) -> bool:
+def run_script(
+    url: str,
+    run_id: str,
+    script: Callable[..., Any],
+    *arguments: Any,
+    stop_at: int | None = None,
+    **checkpoint: Any,
+) -> bool:
     """Run a script as a launch of its own. Returns whether it came to its end, and did not leave before."""
     store, leave = open_store(url), PreemptionSignal()
     assignment = ScriptAssignment(
@@ -31,13 +39,15 @@ def run_script(url: str, run_id: str, script: Callable[..., Any], *arguments: An
         accelerator="cpu",
         checkpoint=Checkpoint(**{"every_steps": 100, **checkpoint}),
         telemetry=Telemetry(),
+        stop_at=stop_at,
     )
     launch = claim_launch(store, run_id, assignment.model_dump(mode="json"))
     sessions._session = None
     sessions.launched = sessions.Launched(store, launch, 0.0, False, assignment, "", leave, RankRecord())
     error: BaseException | None = None
     try:
-        script(*arguments)
+        with suppress(sessions.StopExit):
+            script(*arguments)
         session = sessions.current()
         assert isinstance(session, sessions.ManagedSession)
         session.finish()

@@ -94,7 +94,14 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "report": monitoring.report,
         "profile": monitoring.profile,
     },
-    "Specs": {"validate": specs.validate, "compile": compile_.compile_, "plan": plan, "trigger": trigger},
+    "Specs": {
+        "init": specs.init,
+        "validate": specs.validate,
+        "verify": specs.verify,
+        "compile": compile_.compile_,
+        "plan": plan,
+        "trigger": trigger,
+    },
     "Models": {"ui": models.ui},
     "Kubeflow": {"upload": kubeflow.upload, "schedule": kubeflow.schedule},
     "Clusters and this machine": {

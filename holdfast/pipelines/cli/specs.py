@@ -1,8 +1,10 @@
-"""`holdfast validate`: checks a spec, and prints its ids or the schema of specs."""
+"""`holdfast validate`, and for training scripts `holdfast init` and `holdfast verify`."""
 
 from __future__ import annotations
 
+import ast
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,7 +12,8 @@ import typer
 
 from holdfast.api.specs import identify
 from holdfast.api.specs import schema as schema_of_specs
-from holdfast.pipelines.cli.options import AsJson, Overrides, Salt, out, print_json
+from holdfast.pipelines.cli.options import AsJson, Overrides, Salt, SpecFile, out, print_json
+from holdfast.spec.errors import DataError, MissingError, UsageError
 
 
 def validate(
@@ -52,6 +55,7 @@ def validate(
     if ids:
         local_run = identify(checked_spec, salt)
         identities = {"dataset_id": local_run.dataset_id, "run_id": local_run.run_id}
+    script = checked_spec.train.script
     if as_json:
         summary = {
             "name": checked_spec.name,
@@ -60,11 +64,97 @@ def validate(
         }
         print_json({**summary, **identities, **({"filled": filled} if filled else {})})
         return
+    length = f"{checked_spec.training.steps} steps" if script is None else f"script {script}"
     processes = "one process" if checked_spec.world_size == 1 else f"{checked_spec.world_size} processes"
-    out(f"{path}: valid ({checked_spec.name}, {checked_spec.training.steps} steps, {processes})")
+    out(f"{path}: valid ({checked_spec.name}, {length}, {processes})")
     if filled:
         out("filled in by model.from:")
     for name, value in filled.items():
         out(f"  {name}: {json.dumps(value, ensure_ascii=False)}")
     if identities:
         out(f"dataset {identities['dataset_id']}\nrun     {identities['run_id']}")
+
+
+def verify(
+    spec: SpecFile,
+    steps: Annotated[int, typer.Option(min=2, help="Steps of each run.")] = 8,
+    resume_at: Annotated[
+        int | None, typer.Option(min=1, help="Step of the stop, such as the last of an epoch. Default: the middle.")
+    ] = None,
+    overrides: Overrides = None,
+    as_json: AsJson = False,
+) -> None:
+    """Check that the training script of a spec resumes with the bits of an undisturbed run.
+
+    Runs the script on this machine, in a temporary store: once for all steps, and once with a stop and a resume in a
+    new launch. Ends with 0 if metrics and state are equal, and with 21 if not, and names the differences. It shows
+    nothing about later steps.
+
+    Example: holdfast verify examples/scripts/loop/spec.yaml
+    """
+    from dataclasses import asdict
+
+    from holdfast.api import machines
+
+    result = machines.verify(spec, overrides=overrides or (), steps=steps, resume_at=resume_at)
+    if as_json:
+        print_json(asdict(result) | {"exact": result.is_exact})
+    result.require()
+    if not as_json:
+        out(f"{spec}: resumed at step {result.resumed_at}, equal at step {result.steps}: every metric and the state")
+
+
+_LOOP = """import holdfast
+
+session = holdfast.session(seed=0)                  # before anything is drawn
+start = session.restore(model=model, optimizer=optimizer, steps=steps)
+for step in range(start, steps):
+    ...                                             # your step
+    session.step(step + 1, loss=loss)               # after each optimizer step
+session.export(model)"""
+_TRAINER = """import holdfast.integrations.transformers as hold
+
+hold.train(trainer)                                 # instead of trainer.train()"""
+
+
+def init(
+    script: Annotated[Path, typer.Argument(metavar="SCRIPT", help="A training script: a Python file.")],
+    processes: Annotated[int, typer.Option(min=1, help="Processes that train together.")] = 1,
+) -> None:
+    """Write a spec for a training script next to it, and show the lines to add to the script.
+
+    The script itself is not changed and not imported. An existing spec.yaml is kept.
+
+    Example: holdfast init examples/scripts/loop/train.py --processes 2
+    """
+    if not script.is_file():
+        raise MissingError(f"{script}: no such file; name a Python file")
+    if script.suffix != ".py":
+        raise UsageError(f"{script} is no Python file", "SCRIPT", "name a file that ends with .py")
+    path = script.parent / "spec.yaml"
+    if path.exists():
+        raise UsageError(f"{path} exists", "SCRIPT", f"run it: holdfast run {path}")
+    try:
+        tree = ast.parse(script.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
+        raise DataError(f"{script}: cannot be parsed: {error}") from None
+    words = {part for node in ast.walk(tree) for part in _imported(node)}
+    stem = script.stem if script.stem not in ("train", "main") else script.absolute().parent.name
+    name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
+    name = name[:50].rstrip("-") if name[:1].isalpha() else "script"
+    parallel = f"parallel: {{processes: {processes}}}\n" if processes > 1 else ""
+    path.write_text(
+        f"name: {name}\ntrain:\n  script: {json.dumps(script.name)}\n  determinism: exact\n{parallel}"
+        "checkpoint: {every_steps: 50}\n"
+    )
+    out(f"wrote {path}")
+    if "holdfast" not in words:
+        out(f"\nAdd to {script}:\n\n{_TRAINER if 'transformers' in words else _LOOP}\n")
+    out(f"Check that it resumes exactly: holdfast verify {path}\nRun it: holdfast run {path}")
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """The top-level packages that a statement imports."""
+    if isinstance(node, ast.Import):
+        return [alias.name.partition(".")[0] for alias in node.names]
+    return [(node.module or "").partition(".")[0]] if isinstance(node, ast.ImportFrom) else []

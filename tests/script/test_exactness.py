@@ -1,0 +1,93 @@
+"""A verification names what a script forgot to save, or draws without a seed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import holdfast
+from holdfast.components.train.exactness import Exactness, compare_runs
+from holdfast.pipelines.cli import app
+from holdfast.pipelines.paths import load_spec
+from holdfast.spec import ExitCode
+from holdfast.spec.errors import NotExactError
+from tests.checkpoint.saving import opened
+from tests.script.launched import run_script
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "scripts"
+
+
+def loop(fault: str = "") -> None:
+    """A loop with an average of its loss and one fault."""
+    session = holdfast.session(seed=3)
+    model, average = nn.Linear(4, 4), {"loss": 0.0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    kept = {} if fault == "forgotten" else {"average": average}
+    for step in range(session.restore(model=model, optimizer=optimizer, steps=6, **kept), 6):
+        inputs = torch.randn(2, 4)
+        if fault == "unseeded":
+            inputs += int.from_bytes(os.urandom(2), "little") / 1e4
+        loss = model(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average["loss"] = 0.5 * average["loss"] + loss.item()
+        session.step(step + 1, loss=loss, average=average["loss"])
+
+
+def verified(url: str, fault: str) -> Exactness:
+    """Compare a calm run with one that stops at step 3."""
+    for run, stops in (("calm", [6]), ("stopped", [3, 6])):
+        for stop_at in stops:
+            run_script(url, run, loop, fault, stop_at=stop_at)
+    return compare_runs(opened(url), "calm", "stopped", 6, 3)
+
+
+def test_an_exact_script_is_equal_in_metrics_and_state(tmp_path: Path) -> None:
+    result = verified(f"file://{tmp_path}", "")
+    assert result == Exactness(6, 3)
+    result.require()
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("forgotten", r"metrics: average of step 4 \(after the resume\)\. Give session\.restore every object"),
+        ("unseeded", r"loss of step 1 \(before the stop\).*values: average\.loss: .*tensors: model/bias, model/weight"),
+    ],
+)
+def test_a_difference_is_named(tmp_path: Path, fault: str, message: str) -> None:
+    with pytest.raises(NotExactError, match=message):
+        verified(f"file://{tmp_path}", fault).require()
+
+
+@pytest.mark.slow  # three launches of two ranks
+def test_the_example_of_a_bare_loop_is_exact() -> None:
+    result = CliRunner().invoke(app, ["verify", str(EXAMPLES / "loop" / "spec.yaml"), "--steps", "4"])
+    assert result.exit_code == ExitCode.OK, result.output
+    assert "resumed at step 2, equal at step 4" in result.output
+
+
+def test_init_writes_a_spec_for_a_script_and_shows_the_lines_to_add(tmp_path: Path) -> None:
+    folder = tmp_path / "My Model"
+    folder.mkdir()
+    script = folder / "train.py"
+    script.write_text("import torch\nraise SystemExit('it is not imported')\n")
+    result = CliRunner().invoke(app, ["init", str(script), "--processes", "2"])
+    assert result.exit_code == 0, result.output
+    assert "session = holdfast.session(seed=0)" in result.output
+    spec = load_spec(folder / "spec.yaml")
+    assert (spec.name, spec.train.script, spec.parallel.processes) == ("my-model", "train.py", 2)
+    assert spec.code is not None
+    again = CliRunner().invoke(app, ["init", str(script)])
+    assert again.exit_code == ExitCode.USAGE
+
+
+@pytest.mark.parametrize("name", ["loop", "transformers"])
+def test_the_examples_have_valid_specs(name: str) -> None:
+    assert load_spec(EXAMPLES / name / "spec.yaml").train.script == "train.py"
