@@ -33,7 +33,10 @@ def pieces() -> list[object]:
 
 @pytest.mark.parametrize("piece", pieces())
 def test_spec_fragments_in_pages_are_valid(piece: dict[str, object]) -> None:
-    parse_spec(yaml.safe_dump(REST | piece), fill=_as_if_read)
+    tree = REST | piece
+    if "train" in piece:  # a script reads its own data
+        del tree["data"]
+    parse_spec(yaml.safe_dump(tree), fill=_as_if_read)
 
 
 def _as_if_read(tree: dict[str, Any]) -> list[Problem]:
