@@ -26,6 +26,8 @@ def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
 
 def load_filled(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Spec, dict[str, Any]]:
     """The spec of `load_spec`, and the fields that `model.from` filled in, by dotted name."""
+    from holdfast.code.script import resolve_script
+
     filled: dict[str, Any] = {}
 
     def fill(tree: dict[str, Any]) -> list[Problem]:
@@ -34,7 +36,7 @@ def load_filled(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Spec, 
         filled.update({name: value for name, value in written_leaves(tree) if written.get(name) != value})
         return problems
 
-    return load_plain_spec(path, overrides, fill), filled
+    return resolve_script(load_plain_spec(path, overrides, fill), Path(path).parent), filled
 
 
 def fill_from_model(tree: dict[str, Any]) -> list[Problem]:

@@ -72,7 +72,13 @@ def validate(
     for name, value in filled.items():
         out(f"  {name}: {json.dumps(value, ensure_ascii=False)}")
     if identities:
-        out(f"dataset {identities['dataset_id']}\nrun     {identities['run_id']}")
+        out(
+            "\n".join(
+                f"{label:<8}{identity}"
+                for label, identity in zip(("dataset", "run"), identities.values(), strict=True)
+                if identity
+            )
+        )
 
 
 def verify(

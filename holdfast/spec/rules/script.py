@@ -34,6 +34,9 @@ def check_script(spec: Spec) -> Iterator[Problem]:
     for section in _WITHOUT_USE:
         for name, value in _changed(getattr(spec, section)):
             yield Problem(f"{section}.{name}", value, "is not used by train.script", "remove it")
+    if spec.telemetry.observers:
+        message = "is not used by train.script, whose metrics are those of session.step"
+        yield Problem("telemetry.observers", [one.use for one in spec.telemetry.observers], message, "remove it")
     for name, value in _changed(spec.parallel):
         if name not in _PARALLEL:
             remedy = "remove it: the script lays out its own model"
