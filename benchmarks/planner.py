@@ -69,7 +69,7 @@ def compare_memory() -> float:
         layout = Layout(micro_batch=micro_batch, checkpointing=spec.training.activation_checkpointing)
         planned = memory(
             Architecture.of(spec.model, 512), layout, HERE, global_batch=8, precision=precision,
-            practice=practice_here(precision, layout, "cpu", masks),
+            practice=practice_here(precision, layout, "cpu"),
         )  # fmt: skip
         estimate = planned.total - planned.terms["fragmentation"]
         error = estimate / living.peak - 1

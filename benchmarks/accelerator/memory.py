@@ -70,7 +70,7 @@ def planned_bytes(spec: Any, vocabulary: int, device: torch.device) -> dict[str,
 
     kind = "nvidia" if device.type == "cuda" else "cpu"
     layout = Layout(micro_batch=spec.training.micro_batch, checkpointing=spec.training.activation_checkpointing)
-    practice = practice_here(spec.training.precision, layout, kind, spec.data.document_masks, Updates.of(spec.training))
+    practice = practice_here(spec.training.precision, layout, kind, Updates.of(spec.training))
     return dict(
         memory(
             Architecture.of(spec.model, vocabulary),

@@ -161,7 +161,6 @@ def task_of(spec: Spec, here: Accelerator, gpus: int, vocabulary: int) -> Task:
         training.steps,
         training.global_batch,
         training.precision,
-        spec.data.document_masks,
         training.compile,
         training.micro_batch if training.determinism == "elastic" else None,
         updates=Updates.of(training),

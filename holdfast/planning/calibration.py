@@ -174,7 +174,7 @@ class Calibration(Section):
             self.accelerator(),
             global_batch=step.global_batch,
             precision=step.precision,
-            practice=practice_here(step.precision, layout, self.machine.kind, masks=False),
+            practice=practice_here(step.precision, layout, self.machine.kind),
             compiled=False,
         )
 

@@ -11,17 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import ceil
 from typing import Literal, Self
 
 from holdfast.planning.hardware import Accelerator
 from holdfast.planning.layout import HOLDFAST, MEGATRON, Layout, State
 from holdfast.planning.schedule import in_flight
 from holdfast.planning.shape import Architecture
+from holdfast.spec.model import LONG_DOCUMENT
 from holdfast.spec.training import KEEPING, LOSS_CHUNK, Training
 
 FRAGMENTATION = 0.05  # of temporary memory: blocks of torch's caching allocator that fit no request
 SWAP_BUFFER, SWAP_GROUP = 16.0, 1e8  # bytes per element and elements in memory of a state on a disk (DeepSpeed)
 LAYER_MATRICES = 3  # lower bound: no matrix of a layer exceeds this fraction of it
+TILE = 256  # queries of a block of attention (`model.attention.tiles`)
+PROCESSORS = 132  # of a large CUDA device
 IDS = 17.0  # bytes of a token's id, target and document
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}  # of an activation; fp8 is for products alone
 
@@ -36,7 +40,7 @@ class Practice:
     autocast: bool = False  # only products are in 16 bits: the residual stream is fp32, inputs are cast
     # What selective checkpointing recomputes: all but products (here), or attention's scores (Korthikanti).
     selective: Literal["products", "attention"] = "products"
-    masks: bool = False  # attention inside documents: one mask per sequence, in the type of the queries
+    kernel: Literal["cpu", "efficient", "flash", "plain"] = "flash"  # of attention: what its backward needs
     whole_update: bool = False  # all updates exist before the first is applied
     held_back: bool = False  # and the values that they change are copied first, to undo the update
     left_out: bool = False  # whole replicas keep the compression error of gradients (topk, powersgd)
@@ -69,7 +73,7 @@ class Updates:
         )
 
 
-def practice_here(precision: str, layout: Layout, kind: str, masks: bool, updates: Updates | None = None) -> Practice:
+def practice_here(precision: str, layout: Layout, kind: str, updates: Updates | None = None) -> Practice:
     """The practice of the engines here. Only whole replicas use autocast, and torch has no fused norm for CPUs."""
     updates = updates or Updates()
     autocast = precision in ("bf16", "fp16", "fp8") and layout.sharding != "full" and layout.tensor == 1
@@ -79,12 +83,19 @@ def practice_here(precision: str, layout: Layout, kind: str, masks: bool, update
     return Practice(
         fused_norm=kind != "cpu",
         autocast=autocast,
-        masks=masks,
+        kernel=_kernel_here(kind, precision),
         whole_update=whole_update,
         held_back=whole_update and (updates.judged or precision == "fp16"),
         left_out=errors,
         loss_chunk=updates.loss_chunk,
     )
+
+
+def _kernel_here(kind: str, precision: str) -> Literal["cpu", "efficient", "flash", "plain"]:
+    """The kernel that computes attention (see `model.attention`)."""
+    if kind in ("nvidia", "amd"):
+        return "efficient" if precision == "fp32" else "flash"
+    return "cpu" if kind == "cpu" else "plain"
 
 
 def offloaded(layout: Layout, accelerator: Accelerator) -> set[str]:
@@ -176,21 +187,39 @@ def layer_activations(
             0.0 if practice.flash or kind == "selective" else (2 * size + shape.dropout) * shape.heads * shape.context
         )
         masks = 2 * hidden if shape.dropout else 0.0
-        masked = (
-            1.0 if practice.masks else (1 / layout.micro_batch if shape.window else 0.0)
-        )  # a window has one mask for all sequences
-        documents = masked * shape.context * size
         if shape.query_norm != "none":
             norms += (shape.query_width + shape.key_width) * size * (1 if practice.fused_norm else 2)
         heads += 2 * shape.key_width * size * (layout.context - 1)  # keys and values of the whole sequence
         feed_forward = wide * shape.ffn * size * shape.met
-        per_token = norms + inputs + heads + statistics + scores + masks + documents + feed_forward + routed
+        per_token = norms + inputs + heads + statistics + scores + masks + feed_forward + routed
     return per_token * _tokens(shape, layout)
 
 
 def _tokens(shape: Architecture, layout: Layout) -> float:
     """Tokens of a micro-batch whose activations one rank holds."""
     return layout.micro_batch * shape.context / (layout.context * layout.tensor)
+
+
+def attention_backward(shape: Architecture, layout: Layout, precision: str, practice: Practice) -> float:
+    """Bytes of the backward pass of a layer's attention on one rank: the gradients of its output and inputs, and what
+    the kernel needs. A document is assumed to be as long as its row, which is the upper bound."""
+    size, queries = BYTES[precision], shape.query_width
+    keys = 2 * shape.key_width * layout.context  # keys and values of the whole sequence
+    repeated = 2 * queries * layout.context * size if shape.kv_heads < shape.heads else 0.0  # one of each for each head
+    row = 1 / layout.micro_batch  # tiles compute one row after another
+    per_token = (2 * queries + keys) * size
+    if not practice.flash:
+        return per_token * _tokens(shape, layout)
+    if practice.kernel == "flash":
+        heads = shape.heads / layout.tensor
+        sums = ceil(PROCESSORS / heads) if shape.context >= LONG_DOCUMENT else 1
+        per_token += 4 * queries * sums + repeated
+    else:
+        per_token += keys * (4.0 if size < 4 else 0.0)  # sums in fp32
+        per_token += row * (queries + (keys if practice.kernel == "cpu" else 2 * repeated or keys)) * size
+    if practice.kernel == "plain":  # scores of a block in fp32: with their exponentials, and the gradients of both
+        per_token += row * 4 * 4.0 * TILE * shape.heads
+    return per_token * _tokens(shape, layout)
 
 
 def _updates(practice: Practice, held: float, largest: float) -> float:
@@ -245,7 +274,8 @@ def _stage(
     everything = layer_activations(shape, layout, precision, practice, "none")
     flight = in_flight(layout, micro_batches, stage)
     recomputed = everything - kept if layout.checkpointing != "none" else 0.0
-    working = recomputed + tokens * (2 * shape.ffn * shape.met * size + 2 * shape.hidden * stream)
+    within = max(tokens * 2 * shape.ffn * shape.met * size, attention_backward(shape, layout, precision, practice))
+    working = recomputed + within + tokens * 2 * shape.hidden * stream
     ends_kept = forward = backward = 0.0
     if stage == layout.pipeline - 1:
         ends_kept, forward, backward = _head(shape, layout, precision, practice)

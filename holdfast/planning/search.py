@@ -34,7 +34,6 @@ class Task:
     steps: int
     global_batch: int  # sequences
     precision: str = "bf16"
-    masks: bool = False  # attention inside documents
     compiled: bool = False
     micro_batch: int | None = None  # if it is fixed
     practice: Practice | None = None  # if it differs from the engines' here
@@ -63,9 +62,7 @@ class Candidate:
     def practice(self) -> Practice:
         """How the engine computes."""
         task = self.task
-        return task.practice or practice_here(
-            task.precision, self.layout, task.accelerator.kind, task.masks, task.updates
-        )
+        return task.practice or practice_here(task.precision, self.layout, task.accelerator.kind, task.updates)
 
     @cached_property
     def memory(self) -> Memory:

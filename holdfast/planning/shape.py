@@ -40,7 +40,7 @@ class Architecture:
     expert_bias: bool = False  # biases of experts and router (gpt-oss)
     dense_layers: int = 0  # first layers without experts
     dense_ffn: int = 0  # their width
-    window: bool = False  # a sliding window shorter than the context, with a mask
+    windows: tuple[int, ...] = ()  # positions that a token sees at most, in each layer; empty: all
 
     @classmethod
     def of(cls, model: Model, vocabulary: int) -> Architecture:
@@ -67,7 +67,7 @@ class Architecture:
             expert_bias=model.experts > 1 and model.preset.activation == "clamped",
             dense_layers=model.dense_layers,
             dense_ffn=model.dense_width,
-            window=any(layer.window is not None and layer.window < model.context for layer in model.layer_shapes()),
+            windows=tuple(min(layer.window or model.context, model.context) for layer in model.layer_shapes()),
         )
 
     @property
@@ -160,9 +160,13 @@ class Architecture:
 
     def attention_products(self, *, causal: bool) -> float:
         """FLOPs of a layer's attention for one token, forward: scores and weighted values. `causal` kernels skip the
-        masked half.
+        positions that a token does not see.
         """
-        return 4.0 * self.context * self.query_width * (0.5 if causal else 1.0)
+        keys = float(self.context)
+        if causal:
+            windows = self.windows or (self.context,)
+            keys = sum(window * (1 - 0.5 * window / self.context) for window in windows) / len(windows)
+        return 4.0 * keys * self.query_width
 
     def head_products(self) -> float:
         """FLOPs of the output head for one token, forward."""

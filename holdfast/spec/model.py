@@ -188,6 +188,8 @@ class Routing(Section):
     bias_step: float = Field(0.001, ge=0, description="Change of an expert's bias in one step (balance: bias).")
 
 
+LARGEST_HEAD = 256  # the largest head width of the flash kernel, which computes attention in 16 bits on CUDA
+LONG_DOCUMENT = 16384  # tokens from which a document has a separate call of that kernel's backward (decision 043)
 LEAST_HIDDEN = 8
 
 

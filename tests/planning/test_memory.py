@@ -60,7 +60,7 @@ def spec_of(layers: int = 4, micro_batch: int = 4, tied: bool = True, **training
 def planned(spec: Spec, vocabulary: int) -> Memory:
     layout = Layout(micro_batch=spec.training.micro_batch, checkpointing=spec.training.activation_checkpointing)
     updates = Updates.of(spec.training)
-    practice = practice_here(spec.training.precision, layout, "cpu", spec.data.document_masks, updates)
+    practice = practice_here(spec.training.precision, layout, "cpu", updates)
     return memory(
         Architecture.of(spec.model, vocabulary), layout, HERE, global_batch=spec.training.global_batch,
         precision=spec.training.precision, practice=practice,
@@ -149,7 +149,7 @@ def test_activation_memory_matches_autograd_to_one_in_ten_thousand() -> None:
 
     layout = Layout(micro_batch=4)
     kept_bytes = layer_activations(
-        Architecture.of(spec_of().model, VOCABULARY), layout, "fp32", practice_here("fp32", layout, "cpu", False)
+        Architecture.of(spec_of().model, VOCABULARY), layout, "fp32", practice_here("fp32", layout, "cpu")
     )
     assert kept_bytes == pytest.approx((saved(4) - saved(2)) / 2, rel=1e-4)
 
@@ -161,7 +161,7 @@ def test_parameters_are_counted_as_torch_does_on_the_meta_device(tied: bool) -> 
     assert shape.parameters == parameter_count(model, 128_256)
     layout = Layout(data=8, shard=8, sharding="full")
     terms = memory(
-        shape, layout, HERE, global_batch=8, precision="bf16", practice=practice_here("bf16", layout, "cpu", False)
+        shape, layout, HERE, global_batch=8, precision="bf16", practice=practice_here("bf16", layout, "cpu")
     ).terms
     state = terms["weights"] + terms["gradients"] + terms["optimizer"]
     assert state == pytest.approx(16 * shape.parameters / 8, rel=1e-6)

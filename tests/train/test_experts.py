@@ -182,7 +182,7 @@ def planned(*overrides: str) -> int:
     layout = layout_of(spec)
     estimate = memory(
         Architecture.of(spec.model, VOCABULARY), layout, ACCELERATORS["H100"], global_batch=8, precision="fp32",
-        practice=practice_here("fp32", layout, "cuda", masks=False),
+        practice=practice_here("fp32", layout, "nvidia"),
     )  # fmt: skip
     return round(estimate.terms["weights"] / 4)
 

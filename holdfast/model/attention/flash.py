@@ -14,9 +14,7 @@ from torch import Tensor
 
 from holdfast.model.attention.kernel import AttentionPattern, BackwardInputs, deterministic_backward
 from holdfast.model.attention.segments import Segments
-
-LONG_DOCUMENT = 16384  # tokens from which a document has a separate call of the flash backward (decision 043)
-LARGEST_WIDTH = 256  # the largest head width of the kernel
+from holdfast.spec.model import LONG_DOCUMENT
 
 aten = torch.ops.aten
 

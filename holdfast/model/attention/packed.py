@@ -25,6 +25,7 @@ from holdfast.model.attention import flash, tiles
 from holdfast.model.attention.kernel import AttentionPattern, BackwardInputs, Kernel
 from holdfast.model.attention.segments import Segments
 from holdfast.spec.errors import Problem, SpecError
+from holdfast.spec.model import LARGEST_HEAD
 
 
 def packed_attention(
@@ -209,15 +210,9 @@ def _refuse_unsupported(
     if window is not None and window < 1:
         problems.append(Problem("attention.window", window, "hides every position", "give at least 1, or none"))
     width = max(q.shape[-1], v.shape[-1])
-    if uses_flash(q) and width > flash.LARGEST_WIDTH:
-        problem = f"is wider than the flash kernel's largest head ({flash.LARGEST_WIDTH}) in {q.dtype}"
+    if uses_flash(q) and width > LARGEST_HEAD:
+        problem = f"is wider than the flash kernel's largest head ({LARGEST_HEAD}) in {q.dtype}"
         problems.append(Problem("attention.head_width", width, problem, "train this model in fp32"))
-    if q.is_cuda and q.dtype == torch.float64:
-        remedy = "use fp32, bf16 or fp16, or the CPU"
-        problems.append(Problem("attention.dtype", str(q.dtype), "has no attention kernel on CUDA", remedy))
-    if q.device.type not in ("cpu", "cuda", "meta"):
-        problem, remedy = "has no kernel for packed attention", "use CPU or CUDA"
-        problems.append(Problem("attention.device", q.device.type, problem, remedy))
     if problems:
         raise SpecError(problems, "attention")
     (batch, heads, _, k_width), (_, groups, keys, _) = q.shape, k.shape

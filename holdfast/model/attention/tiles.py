@@ -1,6 +1,7 @@
-"""Attention in tiles of a fixed order (CPU; fp32 on CUDA).
+"""Attention in tiles of a fixed order (CPU; fp32 on CUDA; other devices).
 
 A document that fits into the window is one causal tile. Any other is cut into blocks of 256 queries with a band mask.
+Where torch has no kernel that never stores scores, all are cut, and the scores of a block are computed by products.
 The bits of a document depend on nothing outside it. Its offset, the batch, the split of the heads and the number of
 threads do not matter.
 """
@@ -22,16 +23,18 @@ BLOCK = 256  # queries of a tile with a band mask; part of the order of sums
 aten = torch.ops.aten
 
 
-def _tiles(pattern: AttentionPattern, length: int, keys: int) -> Iterator[tuple[int, slice, int, slice, int | None]]:
+def _tiles(
+    pattern: AttentionPattern, length: int, keys: int, whole: bool
+) -> Iterator[tuple[int, slice, int, slice, int | None]]:
     """Row and positions of the queries, and of the keys, of each tile in order. Last, how many positions the first
-    query lies behind the first key; None if the tile is causal and square."""
+    query lies behind the first key; None if the tile is causal and square, which `whole` allows."""
     window = pattern.window
     for q, q_count, k, k_count in pattern.segments.each():
         if q_count == 0:
             continue
         q_row, q_start = divmod(q, length)
         k_row, k_start = divmod(k, keys)
-        if q_count == k_count and (window is None or k_count <= window):
+        if whole and q_count == k_count and (window is None or k_count <= window):
             yield q_row, slice(q_start, q_start + q_count), k_row, slice(k_start, k_start + k_count), None
             continue
         ahead = k_count - q_count
@@ -85,10 +88,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> tuple
     out = q.new_empty(batch, length, heads, width).transpose(1, 2)
     lse = q.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
     masks = _TileMasks(pattern.window, q)
-    for row, queries, k_row, keys, ahead in _tiles(pattern, length, k.shape[2]):
+    for row, queries, k_row, keys, ahead in _tiles(pattern, length, k.shape[2], _is_fused(q)):
         tile = q[row, None, :, queries], _keys_of(k, q, k_row, keys), _keys_of(v, q, k_row, keys)
         mask = masks.of(tile[0].shape[2], tile[1].shape[2], ahead)
-        if q.is_cuda:
+        if not _is_fused(q):
+            result = _plain_forward(*tile, mask, pattern.scale)
+        elif q.is_cuda:
             result = aten._scaled_dot_product_efficient_attention(
                 *tile, mask, True, 0.0, mask is None, scale=pattern.scale
             )
@@ -108,12 +113,14 @@ def backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     d_q = torch.empty_like(q)
     d_k, d_v = torch.zeros_like(k, dtype=lse.dtype), torch.zeros_like(v, dtype=lse.dtype)
     masks = _TileMasks(pattern.window, q)
-    for row, queries, k_row, keys, ahead in _tiles(pattern, length, k.shape[2]):
+    for row, queries, k_row, keys, ahead in _tiles(pattern, length, k.shape[2], _is_fused(q)):
         gradient_part, out_part = gradient[row, None, :, queries].contiguous(), out[row, None, :, queries]
         tile = q[row, None, :, queries], _keys_of(k, q, k_row, keys), _keys_of(v, q, k_row, keys)
         tile_lse = lse[row, None, :, queries]
         mask = masks.of(tile[0].shape[2], tile[1].shape[2], ahead)
-        if q.is_cuda:
+        if not _is_fused(q):
+            result = _plain_backward(gradient_part, *tile, mask, out_part, tile_lse, pattern.scale)
+        elif q.is_cuda:
             tile_lse = F.pad(tile_lse, (0, -tile_lse.shape[2] % 32), value=math.inf)
             unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the random state of dropout
             with deterministic_backward():
@@ -142,7 +149,36 @@ def backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     return d_q, d_k.to(k.dtype), d_v.to(v.dtype)
 
 
+def _is_fused(q: Tensor) -> bool:
+    """Whether torch has a kernel that never stores the scores of a tile. (The meta device has the CPU's.)"""
+    return q.device.type in ("cpu", "meta") or (q.is_cuda and q.dtype != torch.float64)
+
+
+def _plain_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and lse of a tile, from its scores."""
+    scores = _scores(q, k, mask, scale)
+    lse = scores.logsumexp(-1)
+    return (scores - lse[..., None]).exp_().to(v.dtype) @ v, lse
+
+
+def _plain_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of the queries, keys and values of a tile."""
+    weights = (_scores(q, k, mask, scale) - lse[..., None]).exp_()
+    delta = (gradient.to(lse.dtype) * out).sum(-1, keepdim=True)
+    d_scores = (weights * ((gradient @ v.transpose(-1, -2)).to(lse.dtype) - delta) * scale).to(q.dtype)
+    d_k, d_v = d_scores.transpose(-1, -2) @ q, weights.to(q.dtype).transpose(-1, -2) @ gradient
+    return d_scores @ k, d_k, d_v
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * scale
+    return scores if mask is None else scores + mask
+
+
 def _keys_of(x_BGSK: Tensor, q: Tensor, row: int, positions: slice) -> Tensor:
-    """Keys or values of a tile: [1, G, positions, K] on the CPU, whose kernel takes groups, and [1, H, ...] on CUDA."""
+    """Keys or values of a tile, [1, G, positions, K]. Kernels other than that of the CPU need them for every head."""
     tile = x_BGSK[row, None, :, positions]
-    return tile.repeat_interleave(q.shape[1] // tile.shape[1], dim=1) if q.is_cuda else tile
+    takes_groups = _is_fused(q) and not q.is_cuda
+    return tile if takes_groups else tile.repeat_interleave(q.shape[1] // tile.shape[1], dim=1)

@@ -19,7 +19,6 @@ from typing import Any, Literal, get_args
 import psutil
 import torch
 import torch.distributed as dist
-from torch.nn import functional
 
 from holdfast.collectives import Gang
 from holdfast.engines.assignment import Assignment
@@ -27,6 +26,8 @@ from holdfast.engines.interface import build_engine
 from holdfast.engines.weights import SeededState
 from holdfast.launch.device import join_gang, local_device
 from holdfast.launch.processes import die_with_parent
+from holdfast.model.attention.packed import packed_attention
+from holdfast.model.attention.segments import Segments
 from holdfast.planning.calibration import Calibration, Machine, Point, Rates, Step, write
 from holdfast.planning.hardware import Collective
 from holdfast.rank.plan import device_name
@@ -120,9 +121,10 @@ def _rates(device: torch.device, gang: Gang) -> Rates:
     wide = model["hidden"] // heads
     kind = torch.float32 if on_cpu else torch.bfloat16
     queries = torch.randn(batch, heads, length, wide, device=device).to(kind)
+    rows = Segments.of_rows(batch, length)
     seconds = _slowest(
         gang,
-        _seconds(device, lambda: functional.scaled_dot_product_attention(queries, queries, queries, is_causal=True), 9),
+        _seconds(device, lambda: packed_attention(queries, queries, queries, rows), 9),
     )
     rates["attention"] = 2 * batch * heads * length * length * wide / seconds  # half of the scores are masked
     elements = 2**22 if on_cpu else 2**27

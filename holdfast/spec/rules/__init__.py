@@ -38,6 +38,7 @@ from holdfast.spec.rules.data import (
     check_tokenizer,
 )
 from holdfast.spec.rules.model import (
+    check_attention_kernel,
     check_experts,
     check_export_dtype,
     check_heads,
@@ -98,6 +99,7 @@ RULES: tuple[Rule, ...] = (
     check_batch_size,
     check_batch_ramp,
     check_elastic_determinism,
+    check_attention_kernel,
     check_heads,
     check_model_family,
     check_experts,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.spec.errors import Problem
-from holdfast.spec.model import DENSE_FIRST, LEAST_HIDDEN, MIXTURES, PRESETS, ROPE_FIELDS, Model, Routing
+from holdfast.spec.model import DENSE_FIRST, LARGEST_HEAD, LEAST_HIDDEN, MIXTURES, PRESETS, ROPE_FIELDS, Model, Routing
 from holdfast.spec.tree import Spec
 
 # fields that only some families have (`Preset.fields`)
@@ -54,6 +54,21 @@ def check_heads(spec: Spec) -> Iterator[Problem]:
                 f"is not divisible by parallel.tensor = {tensor}",
                 f"use a multiple of {tensor}, or a smaller parallel.tensor",
             )
+
+
+def check_attention_kernel(spec: Spec) -> Iterator[Problem]:
+    """The flash kernel of CUDA, which computes attention in 16 bits, takes the width of the heads."""
+    model, precision = spec.model, spec.training.precision
+    if spec.cluster.accelerator not in ("nvidia", "amd") or precision == "fp32" or model.head_width <= LARGEST_HEAD:
+        return
+    field, value = ("model.hidden", model.hidden) if model.head_dim is None else ("model.head_dim", model.head_dim)
+    yield Problem(
+        field,
+        value,
+        f"gives heads of width {model.head_width}, and the flash kernel computes at most {LARGEST_HEAD} "
+        f"with training.precision = {precision}",
+        "use training.precision: fp32, or narrower heads",
+    )
 
 
 def check_model_family(spec: Spec) -> Iterator[Problem]:
