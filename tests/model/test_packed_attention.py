@@ -17,6 +17,7 @@ from holdfast.model.attention.kernel import AttentionPattern, BackwardInputs
 from holdfast.model.attention.packed import attention_backward, attention_forward, packed_attention
 from holdfast.model.attention.segments import Segments
 from holdfast.spec.errors import SpecError
+from tests.model.tiny_model import decoder, shape
 
 DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
 LENGTHS = (1, 300, 17, 70, 256, 8)  # documents of one row: shorter and longer than a tile
@@ -105,6 +106,27 @@ def test_output_and_gradients_are_those_of_the_dense_reference(name: str, device
             continue
         error = ((actual.double() - reference).norm() / reference.norm()).item()
         assert error < (2e-6 if dtype == torch.float32 else 8e-3), f"{tensor} differs by {error:.1e}"
+
+
+@pytest.mark.parametrize("name", ["documents", "sinks and window"])
+def test_a_device_without_a_fused_kernel_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    window = 40 if "window" in name else None
+    q, k, v, gradient = (random(1, heads, sum(LENGTHS), 24, seed=heads) for heads in (4, 2, 2, 4))
+    sinks = torch.linspace(-1, 2, 4) if "sinks" in name else None
+
+    def results() -> list[Tensor]:
+        return with_gradients(
+            lambda *inputs: packed_attention(*inputs[:3], of_lengths(*LENGTHS), window, inputs[3]),
+            gradient, q, k, v, sinks,
+        )  # fmt: skip
+
+    fused = results()
+    monkeypatch.setattr(tiles, "_is_fused", lambda _: False)
+    with Recorder() as recorder:
+        plain = results()
+    assert not recorder.squares(600), "blocks of queries bound the scores"
+    for first, second in zip(fused, plain, strict=True):
+        torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [None, 3])
@@ -227,6 +249,28 @@ class Recorder(TorchDispatchMode):
     def squares(self, length: int) -> set[tuple[int, ...]]:
         """The shapes with two dimensions of at least this length."""
         return {shape for shape in self.shapes if sum(size >= length for size in shape) > 1}
+
+
+def stepped(length: int, window: int | None, attend: Callable[..., Tensor] | None = None) -> Recorder:
+    """A step of a decoder on documents of a tenth of the sequence, whose tensors are recorded."""
+    tokens = torch.arange(length)[None] % 32
+    model = shape(context=length, hidden=32, heads=4, kv_heads=2, ffn=32, family="mistral", sliding_window=window)
+    built = decoder(model, vocabulary=32)
+    for layer in built.model.layers if attend is not None else ():
+        layer.self_attn.attend = attend
+    segments = of_lengths(*[length // 2, *[length // 8] * 4])
+    with Recorder() as recorder:
+        built(tokens, tokens.roll(-1, 1), segments, reduction="sum").backward()
+    return recorder
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_a_training_step_of_the_decoder_grows_with_the_sequence_and_not_with_its_square(window: int | None) -> None:
+    records = {length: stepped(length, window) for length in (1024, 2048)}
+    assert not [square for length, record in records.items() for square in record.squares(length // 2)]
+    assert records[2048].largest <= 2 * records[1024].largest
+    control = stepped(1024, window, lambda q, k, v, _: dense(q, k, v, None, visible((1024,), window)))
+    assert control.squares(1024), "the recorder does not see the scores of dense attention"
 
 
 def recorded(attention: Callable[..., Tensor], length: int) -> Recorder:

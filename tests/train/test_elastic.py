@@ -136,11 +136,14 @@ def overrides_of(ranks: int, *more: str) -> tuple[str, ...]:
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "ddp fp32": ("parallel.strategy=ddp",),
-    "fsdp bf16": ("parallel.strategy=fsdp", "training.precision=bf16"),
+    "fsdp bf16": ("parallel.strategy=fsdp", "training.precision=bf16", "data.document_masks=true"),
 }
 _MIXTURE = ("model.experts=4", "model.ffn=24")
 LAYOUTS |= {
-    "mixture ddp": (*_MIXTURE, "model.family=mixtral", "model.routing.coefficient=0.1"),
+    "mixture ddp": (
+        *_MIXTURE, "model.family=mixtral", "model.routing.coefficient=0.1", "data.document_masks=true",
+        "model.sliding_window=5",
+    ),
     # Biases follow the load of each expert. A spare grain of a rank does not count.
     "mixture fsdp": (
         *_MIXTURE, "model.family=dots1", "model.routing={balance: bias, bias_step: 0.01, shared: 1}",
