@@ -28,6 +28,8 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("kv heads", {"model.kv_heads": 3}, "model.kv_heads", 3, "use one of [1, 2, 4]"),
     ("width of Llama", {"model.hidden": 100, "model.heads": 8, "model.head_dim": 16}, "model.hidden", 100,
      "use 96 or 112"),
+    ("wide head", {"model.head_dim": 264, "training.precision": "bf16", "cluster.accelerator": "nvidia"},
+     "model.head_dim", 264, "precision: fp32"),
     ("odd head", {"model.head_dim": 63}, "model.head_dim", 63, "use 62 or 64"),
     ("window of Llama", {"model.sliding_window": 64}, "model.sliding_window", 64, "family: mistral"),
     ("head of Qwen2", {"model.family": "qwen2", "model.head_dim": 64}, "model.head_dim", 64, "or qwen3"),
