@@ -129,3 +129,24 @@ def test_more_tokens_than_the_context_are_refused() -> None:
 def test_the_decoder_compiles_into_one_graph() -> None:
     report = torch._dynamo.explain(decoder(shape(kv_heads=2)))(TOKENS, TOKENS, documents_of(TOKENS, 3))
     assert report.graph_count == 1, report.break_reasons
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 9])
+def test_a_compiled_layer_takes_any_number_of_documents_and_has_the_bits_of_an_eager_one(window: int | None) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    model = shape(kv_heads=2, family="mistral", sliding_window=window)
+    eager, compiled = decoder(model), decoder(model)
+    counter = CompileCounterWithBackend("aot_eager")
+    for layer in compiled.model.layers:
+        layer.compile(backend=counter, fullgraph=True)
+    for end in (300, 3, 7):  # no token ends a document, or some do
+        segments = documents_of(TOKENS % 40, end)
+        gradients = []
+        for built in (eager, compiled):
+            built.zero_grad()
+            built(TOKENS, TOKENS.roll(-1, 1), segments).backward()
+            gradients.append([parameter.grad for parameter in built.parameters()])
+        assert all(torch.equal(first, second) for first, second in zip(*gradients, strict=True))
+    assert counter.frame_count == 1
