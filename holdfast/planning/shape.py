@@ -45,6 +45,7 @@ class Architecture:
     @classmethod
     def of(cls, model: Model, vocabulary: int) -> Architecture:
         """The architecture of a spec's model."""
+        windows = tuple(min(layer.window or model.context, model.context) for layer in model.layer_shapes())
         return cls(
             layers=model.layers,
             hidden=model.hidden,
@@ -66,8 +67,8 @@ class Architecture:
             sinks=model.preset.sinks,
             expert_bias=model.experts > 1 and model.preset.activation == "clamped",
             dense_layers=model.dense_layers,
-            dense_ffn=model.dense_width,
-            windows=tuple(min(layer.window or model.context, model.context) for layer in model.layer_shapes()),
+            dense_ffn=model.dense_width if model.dense_layers else 0,
+            windows=windows if min(windows, default=model.context) < model.context else (),
         )
 
     @property

@@ -127,19 +127,9 @@ def _opaque_forward(
     mutates_args=(),
     schema=f"(Tensor gradient, Tensor out, Tensor lse, {_OPERANDS}) -> Tensor[]",
 )
-def _opaque_backward(
-    gradient: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    bounds: Tensor,
-    window: int | None,
-    scale: float,
-) -> list[Tensor]:
+def _opaque_backward(gradient: Tensor, out: Tensor, lse: Tensor, *operands: Any) -> list[Tensor]:
     """`attention_backward` as one operator. The gradient of the sinks comes last, if there are any."""
+    q, k, v, sinks, bounds, window, scale = operands
     inputs = BackwardInputs(gradient, q, k, v, out, lse, _pattern_of(bounds, window, scale))
     gradients = attention_backward(inputs, sinks)
     return [tensor.contiguous() for tensor in gradients if tensor is not None]
