@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from holdfast.checkpoint import TensorBox
 from holdfast.checkpoint.root import UnfitError
+from holdfast.engines.assignment import Assignment
 from holdfast.model.decoder import SCORE
 from holdfast.model.hugging_face import open_weights, require_fit
 from holdfast.model.initialise import BLOCK, initial_slice
 from holdfast.model.lora import is_adapter
 from holdfast.runtime.environment import cache_dir
+from holdfast.spec.errors import DataError
 from holdfast.spec.model import Model
 
 # AdamW's state of every weight: torch's name -> prefix of the canonical name.
 MOMENTS = {"exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
 # Canonical prefix of the error that gradient compression keeps for every weight on every rank.
 LEFT_OUT = "compression.error."
+TEACHER = "teacher."  # prefix of the names of a teacher's weights
 FILL_ELEMENTS = 8 * BLOCK  # generated or read per chunk
 
 
@@ -61,10 +65,11 @@ class SeededState:
 class ImportedState:
     """Weights in the Hugging Face layout. Moments are zero."""
 
-    def __init__(self, location: str, model: Model, vocabulary: int) -> None:
-        """Open the folder or s3:// URL `location`. Raises DataError if its shape differs from the spec's."""
+    def __init__(self, location: str, model: Model | None, vocabulary: int) -> None:
+        """Open the folder or s3:// URL `location`. Raises DataError if its shape differs from the spec's `model`."""
         self._weights = open_weights(location, cache_dir())
-        require_fit(self._weights, model, vocabulary)
+        if model is not None:
+            require_fit(self._weights, model, vocabulary)
 
     def has(self, name: str) -> bool:
         """Whether the weights have a tensor. Of all tensors, only a scalar head may be missing."""
@@ -82,6 +87,41 @@ class ImportedState:
         for part, first in parts_of(box, rows):
             with torch.no_grad():
                 part.copy_(self._weights.part(box.name, (slice(first, first + len(part)), *columns)))
+
+
+class TaughtState:
+    """The first state of a distillation: that of the model, and the weights of its teacher."""
+
+    def __init__(self, own: FirstState, teacher: ImportedState) -> None:
+        self._own, self._teacher = own, teacher
+
+    def fill(self, boxes: Sequence[TensorBox]) -> None:
+        """See FirstState."""
+        self._own.fill([box for box in boxes if not box.name.startswith(TEACHER)])
+        taught = [box for box in boxes if box.name.startswith(TEACHER)]
+        self._teacher.fill([replace(box, name=box.name.removeprefix(TEACHER)) for box in taught])
+
+
+def teacher_shape(spec: Assignment, vocabulary: int) -> Model:
+    """The shape of the teacher, from its config.json, with the context of the run. Raises DataError for one that does
+    not fit."""
+    location = spec.training.distillation.teacher
+    assert location is not None, "the spec requires a teacher for distillation"
+    weights = open_weights(location, cache_dir())
+    field = f"training.distillation.teacher: {location}"
+    if weights.vocabulary != vocabulary:
+        raise DataError(
+            f"{field} has a vocabulary of {weights.vocabulary}, and the run one of {vocabulary}; use a teacher with "
+            "the tokenizer of data.tokenizer"
+        )
+    if weights.shape.context < spec.model.context:
+        raise DataError(
+            f"{field} has a context of {weights.shape.context}, shorter than model.context = {spec.model.context}; "
+            "lower that, or use another teacher"
+        )
+    if weights.shape.head != "tokens":
+        raise DataError(f"{field} is a reward model, and predicts no tokens; use another teacher")
+    return weights.shape.model_copy(update={"context": spec.model.context})
 
 
 class AdaptedState:

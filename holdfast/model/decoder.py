@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from holdfast.model.attention.packed import packed_attention
 from holdfast.model.attention.segments import Segments
 from holdfast.model.experts import Experts, Load, Router
-from holdfast.model.token_logprobs import CHUNK, IGNORED, token_logprobs
+from holdfast.model.token_logprobs import CHUNK, IGNORED, Likeliest, likeliest_tokens, token_logprobs
 from holdfast.spec.model import LayerShape, Model, RopeScaling
 
 # Rotary positions: the rotation angles of queries and keys, for the contexts that a model's scaling allows.
@@ -433,13 +433,17 @@ class Decoder(nn.Module):
         segments: Segments | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
         cache: list[LayerCache] | None = None,
-    ) -> Tensor:
+        likeliest: int | None = None,
+    ) -> Tensor | Likeliest:
         """Logits [B, T, V]. With targets, their cross-entropy in nats, fp32, over the targets that are not IGNORED:
-        the mean, the sum, or each of [B, T] (`reduction`), without the logits of all tokens. See `hidden` for the
-        remaining parameters. A scalar head gives one number for each token instead: fp32 [B, T]."""
+        the mean, the sum, or each (`reduction`), without the logits of all tokens. Targets are [B, T], or several of a
+        position. With `likeliest`, that number of the likeliest tokens after each position. A scalar head gives one
+        number for each token instead: fp32 [B, T]. See `hidden` for the remaining parameters."""
         x_BTD, unevenness_B = self._hidden(tokens_BT, segments, cache)
         if self.score is not None:
             return self.score(x_BTD)[..., 0].float()
+        if likeliest is not None:
+            return likeliest_tokens(*self._head_inputs(x_BTD), likeliest, self.loss_chunk)
         return self.head(x_BTD) if targets_BT is None else self.loss(x_BTD, targets_BT, reduction, unevenness_B)
 
     def loss(
@@ -464,11 +468,15 @@ class Decoder(nn.Module):
     def logprobs(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """The log-probabilities of targets from the output of `hidden`: fp32 [B, T], 0 where IGNORED. Tensor
         parallelism, which has only a part of the vocabulary, replaces this function."""
+        return token_logprobs(*self._head_inputs(x_BTD), targets_BT, chunk=self.loss_chunk)
+
+    def _head_inputs(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
+        """The factors of the logits, in the type of their product."""
         head_VD = self.head_weight
         if torch.is_autocast_enabled(x_BTD.device.type):  # the backward pass multiplies outside of autocast
             narrow = torch.get_autocast_dtype(x_BTD.device.type)
             x_BTD, head_VD = x_BTD.to(narrow), head_VD.to(narrow)
-        return token_logprobs(x_BTD, head_VD, targets_BT, chunk=self.loss_chunk)
+        return x_BTD, head_VD
 
     @property
     def head_weight(self) -> Tensor:

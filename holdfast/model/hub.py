@@ -15,6 +15,7 @@ from typing import NamedTuple
 from blake3 import blake3
 
 from holdfast.runtime.environment import cache_dir
+from holdfast.spec import Spec
 from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, StoreUnreachableError
 from holdfast.store import open_store
 
@@ -140,8 +141,18 @@ def is_weight_file(name: str) -> bool:
     )
 
 
-def weights_digest(location: str | None) -> str:
-    """A digest of the weights in `model.init_from`, for `run_id`. Empty without such weights.
+TEACHER_FIELD = "training.distillation.teacher"
+
+
+def first_weights_digest(spec: Spec) -> str:
+    """A digest of the weights that a run begins with, for `run_id`: of `model.init_from`, and after a plus of
+    `training.distillation.teacher`. Empty without any."""
+    teacher = weights_digest(spec.training.distillation.teacher, TEACHER_FIELD)
+    return weights_digest(spec.model.init_from) + (f"+{teacher}" if teacher else "")
+
+
+def weights_digest(location: str | None, field: str = "model.init_from") -> str:
+    """A digest of the weights in a field of a spec. Empty without such weights.
 
     It covers the content of a folder, the object versions on S3, or the file digests of the Hub. So nothing is
     downloaded. Raises MissingError if no weights are found.
@@ -158,14 +169,17 @@ def weights_digest(location: str | None) -> str:
         files = sorted(path for path in folder.glob("*") if is_weight_file(path.name))
         lines = [f"{path.name} {blake3().update_mmap(path).hexdigest()}" for path in files]
     if not any(".safetensors " in line for line in lines):
-        raise MissingError(f"model.init_from: {location} has no .safetensors; name a folder in the Hugging Face layout")
+        raise MissingError(f"{field}: {location} has no .safetensors; name a folder in the Hugging Face layout")
     return blake3("\n".join(lines).encode()).hexdigest()
 
 
-def require_weights(location: str, named: str) -> None:
-    """Raises DataError unless the weights at `location` have the digest `named` from the run's identity."""
-    if (actual := weights_digest(location)) != named:
-        raise DataError(
-            f"model.init_from: {location} holds other weights ({actual[:16]}) than those the run id was made from "
-            f"({named[:16]}). Put them back, or run the same command again, which names another run"
-        )
+def require_weights(init_from: str | None, teacher: str | None, named: str) -> None:
+    """Raises DataError unless the weights at these places have the digests `named` from the run's identity (see
+    `first_weights_digest`)."""
+    own, _, theirs = named.partition("+")
+    for field, location, digest in (("model.init_from", init_from, own), (TEACHER_FIELD, teacher, theirs)):
+        if (actual := weights_digest(location, field)) != digest:
+            raise DataError(
+                f"{field}: {location} holds other weights ({actual[:16]}) than those the run id was made from "
+                f"({digest[:16]}). Put them back, or run the same command again, which names another run"
+            )

@@ -15,7 +15,7 @@ Shape suffixes: as in `decoder`; C tokens of a chunk.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,9 @@ def token_logprobs(
 ) -> Tensor:
     """The log-probability of each target, fp32 [B, T]; 0 where the target is IGNORED.
 
+    A position may have several targets: with `targets_BT` of [B, T, K], so has the result. All but the first of a
+    position are distinct.
+
     `head_VD` is the weight of the head. With a `group` it is this rank's shard of the vocabulary, which begins at
     `first_token`. A collective call of the group, forward and backward.
     """
@@ -50,6 +53,26 @@ def token_logprobs(
         )
     logprobs_BT: Tensor = _TokenLogprobs.apply(hidden_BTD, head_VD, targets_BT, chunk, group, first_token)
     return logprobs_BT
+
+
+class Likeliest(NamedTuple):
+    """The likeliest tokens after each position."""
+
+    tokens: Tensor  # [B, T, K], int64
+    logprobs: Tensor  # [B, T, K], fp32
+
+
+@torch.no_grad()
+def likeliest_tokens(hidden_BTD: Tensor, head_VD: Tensor, count: int, chunk: int = CHUNK) -> Likeliest:
+    """The `count` likeliest tokens after each position, from all of the vocabulary, and their log-probabilities."""
+    shape = (*hidden_BTD.shape[:2], count)
+    tokens_BTK = torch.empty(shape, dtype=torch.int64, device=hidden_BTD.device)
+    logprobs_BTK = torch.empty(shape, dtype=_precise(hidden_BTD.dtype), device=hidden_BTD.device)
+    for row, tokens in _chunks(tokens_BTK, chunk):
+        logits_CV = (hidden_BTD[row, tokens] @ head_VD.T).to(logprobs_BTK.dtype)
+        largest_CK, tokens_BTK[row, tokens] = logits_CV.topk(count, 1)
+        logprobs_BTK[row, tokens] = largest_CK - logits_CV.logsumexp(1, keepdim=True)
+    return Likeliest(tokens_BTK, logprobs_BTK)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -68,21 +91,22 @@ class _TokenLogprobs(torch.autograd.Function):
         """Log-probabilities, chunk by chunk."""
         precise = _precise(hidden_BTD.dtype)
         logprobs_BT = torch.empty(targets_BT.shape, dtype=precise, device=hidden_BTD.device)
-        lse_BT = torch.empty_like(logprobs_BT)
+        lse_BT = logprobs_BT.new_empty(targets_BT.shape[:2])
         for row, tokens in _chunks(targets_BT, chunk):
             logits_CV = (hidden_BTD[row, tokens] @ head_VD.T).to(precise)
             index_C, owned_C = _local_targets(targets_BT[row, tokens], first_token, len(head_VD))
-            target_C = logits_CV.gather(1, index_C[:, None])[:, 0].where(owned_C, 0)
+            target_C = logits_CV.gather(1, index_C.view(len(index_C), -1)).view_as(index_C).where(owned_C, 0)
             if group is None:
                 lse_C = logits_CV.logsumexp(1)
             else:
                 largest_C = logits_CV.amax(1)
                 dist.all_reduce(largest_C, dist.ReduceOp.MAX, group=group)
-                sums_2C = torch.stack((logits_CV.sub_(largest_C[:, None]).exp_().sum(1), target_C))
-                dist.all_reduce(sums_2C, group=group)
-                lse_C, target_C = largest_C + sums_2C[0].log(), sums_2C[1]
+                sums = torch.cat((logits_CV.sub_(largest_C[:, None]).exp_().sum(1), target_C.flatten()))
+                dist.all_reduce(sums, group=group)
+                lse_C, target_C = largest_C + sums[: len(largest_C)].log(), sums[len(largest_C) :].view_as(target_C)
             lse_BT[row, tokens] = lse_C
-            logprobs_BT[row, tokens] = (target_C - lse_C).where(targets_BT[row, tokens] != IGNORED, 0)
+            logprobs_C = target_C - lse_C.view(-1, *[1] * (target_C.dim() - 1))
+            logprobs_BT[row, tokens] = logprobs_C.where(targets_BT[row, tokens] != IGNORED, 0)
         ctx.save_for_backward(hidden_BTD, head_VD, targets_BT, lse_BT)
         ctx.chunk, ctx.group, ctx.first_token = chunk, group, first_token
         return logprobs_BT
@@ -93,17 +117,21 @@ class _TokenLogprobs(torch.autograd.Function):
         """Gradients of the input and the weight of the head."""
         hidden_BTD, head_VD, targets_BT, lse_BT = ctx.saved_tensors
         gradient_BT = gradients[0].where(targets_BT != IGNORED, 0)
-        precise = lse_BT.dtype
+        precise, several = lse_BT.dtype, targets_BT.shape[2] if targets_BT.dim() > 2 else 1
         wants_hidden, wants_head = ctx.needs_input_grad[:2]
         shards = ctx.group is not None
         d_hidden_BTD = torch.empty_like(hidden_BTD, dtype=precise if shards else None) if wants_hidden else None
         d_head_VD = torch.zeros_like(head_VD, dtype=precise) if wants_head else None
         for row, tokens in _chunks(targets_BT, ctx.chunk):
-            x_CD, gradient_C1 = hidden_BTD[row, tokens], gradient_BT[row, tokens, None]
+            x_CD, gradient_CK = hidden_BTD[row, tokens], gradient_BT[row, tokens].reshape(-1, several)
+            gradient_C1 = gradient_CK.sum(1, keepdim=True)
             d_CV = (x_CD @ head_VD.T).to(precise).sub_(lse_BT[row, tokens, None]).exp_().mul_(-gradient_C1)
             index_C, owned_C = _local_targets(targets_BT[row, tokens], ctx.first_token, len(head_VD))
-            own_C1 = gradient_C1.where(owned_C[:, None], 0)
-            d_CV = d_CV.scatter_add_(1, index_C[:, None], own_C1).to(head_VD.dtype)
+            index_CK, own_CK = index_C.view_as(gradient_CK), gradient_CK.where(owned_C.view_as(gradient_CK), 0)
+            d_CV.scatter_add_(1, index_CK[:, :1], own_CK[:, :1])
+            if several > 1:  # apart from the first one, which may be one of them: no sum depends on an order
+                d_CV.scatter_add_(1, index_CK[:, 1:], own_CK[:, 1:])
+            d_CV = d_CV.to(head_VD.dtype)
             if d_hidden_BTD is not None:
                 d_hidden_BTD[row, tokens] = d_CV @ head_VD
             if d_head_VD is not None:
@@ -123,7 +151,7 @@ def _precise(dtype: torch.dtype) -> torch.dtype:
 
 def _chunks(targets_BT: Tensor, chunk: int) -> Iterator[tuple[int, slice]]:
     """The chunks of each row, in their order."""
-    rows, length = targets_BT.shape
+    rows, length = targets_BT.shape[:2]
     for row in range(rows):
         for start in range(0, length, chunk):
             yield row, slice(start, min(start + chunk, length))

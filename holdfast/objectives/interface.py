@@ -12,21 +12,24 @@ from typing import ClassVar, Literal, NamedTuple, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from holdfast.model.token_logprobs import Likeliest
 from holdfast.objectives.micro_batches import MicroBatch
 
-# What an objective uses in addition to the losses of the trained model: the losses of a frozen reference model, and the
-# divergence from it on answers to other prompts, or whole logits instead of losses.
-Need = Literal["reference", "divergence", "logits"]
+# What an objective uses in addition to the losses of the trained model: the losses of a frozen reference model, the
+# divergence from it on answers to other prompts, the likeliest tokens of a frozen teacher, or whole logits instead of
+# losses.
+Need = Literal["reference", "divergence", "teacher", "logits"]
 
 
 class ObjectiveInputs(NamedTuple):
     """What an engine computes for an objective from a micro-batch. Only `losses` and `logits` have a
     gradient."""
 
-    losses: Tensor  # [B, T], fp32: the cross-entropy of each target; empty with logits
+    losses: Tensor  # [B, T], fp32: the cross-entropy of each target; with a teacher [B, T, 1 + K], also of its tokens
     reference: Tensor | None = None  # [B, T]: the same under the reference model
     divergence: Tensor | None = None  # of the global batch, in nats, at least 0
-    logits: Tensor | None = None  # [B, T, vocabulary], if the objective needs them
+    teacher: Likeliest | None = None
+    logits: Tensor | None = None  # [B, T, vocabulary], if the objective needs them; `losses` is then empty
 
 
 class Objective(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from holdfast.objectives.distillation import Distillation
 from holdfast.objectives.interface import Objective
 from holdfast.objectives.next_token import NextToken
 from holdfast.objectives.own import OwnObjective
@@ -32,6 +33,8 @@ def build_objective(name: ObjectiveName, training: Training) -> Objective:
             return OddsRatio(settings.beta)
         case "reward":
             return RewardModel()
+        case "distillation":
+            return Distillation(training.distillation.hard_weight)
         case "kto":
             return UnpairedPreference(settings.beta, settings.desirable_weight, settings.undesirable_weight)
     return NextToken()

@@ -146,9 +146,9 @@ def _dataset_id(parent: RunRecord, before: Spec, spec: Spec) -> str:
 
 
 def _weights(spec: Spec) -> str:
-    from holdfast.model.hub import weights_digest
+    from holdfast.model.hub import first_weights_digest
 
-    return weights_digest(spec.model.init_from)
+    return first_weights_digest(spec)
 
 
 def _record(store: Store, parent: RunRecord, spec: Spec, identity: str, salt: str) -> Record:

@@ -72,7 +72,11 @@ def with_absolute_paths(spec: Spec) -> Spec:
     model = spec.model
     if model.init_from:
         model = model.model_copy(update={"init_from": absolute(model.init_from)})
-    return spec.model_copy(update={"data": data, "model": model})
+    training = spec.training
+    if (teacher := training.distillation.teacher) is not None:
+        distillation = training.distillation.model_copy(update={"teacher": absolute(teacher)})
+        training = training.model_copy(update={"distillation": distillation})
+    return spec.model_copy(update={"data": data, "model": model, "training": training})
 
 
 def _source(source: Source) -> Source:

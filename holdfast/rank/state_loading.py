@@ -10,7 +10,14 @@ from functools import cached_property
 from holdfast.checkpoint import Checkpointer, Manifest, TensorBox
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine, Scalars
-from holdfast.engines.weights import AdaptedState, FirstState, ImportedState, SeededState, require_left_out_taken
+from holdfast.engines.weights import (
+    AdaptedState,
+    FirstState,
+    ImportedState,
+    SeededState,
+    TaughtState,
+    require_left_out_taken,
+)
 from holdfast.model.hub import require_weights
 from holdfast.spec.plan import Plan, require_plan
 from holdfast.telemetry import phases
@@ -72,9 +79,14 @@ class StateLoader:
 def first_state(spec: Assignment, vocabulary: int) -> FirstState:
     """The state before the first step, according to the spec. Raises DataError if the weights differ from those in the
     run's identity."""
-    seeded = SeededState(spec.model, spec.training.seed)
-    if spec.model.init_from is None:
-        return seeded
+    seeded, own, teacher = (
+        SeededState(spec.model, spec.training.seed),
+        spec.model.init_from,
+        spec.training.distillation.teacher,
+    )
+    state: FirstState = seeded
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # one rank checks for all ranks that read the same disk
-        require_weights(spec.model.init_from, spec.first_weights)
-    return AdaptedState(ImportedState(spec.model.init_from, spec.model, vocabulary), seeded)
+        require_weights(own, teacher, spec.first_weights)
+    if own is not None:
+        state = AdaptedState(ImportedState(own, spec.model, vocabulary), seeded)
+    return state if teacher is None else TaughtState(state, ImportedState(teacher, None, vocabulary))

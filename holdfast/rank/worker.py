@@ -118,7 +118,7 @@ def work(
             describe={
                 "dataset_id": dataset.dataset_id,
                 "layout": engine.layout,
-                "base": {"location": spec.model.init_from, "digest": spec.first_weights} if frozen else None,
+                "base": _base(spec) if frozen else None,
                 "random": {"scheme": "keyed by step", "seed": spec.training.seed},
             },
             plan=plan,
@@ -298,3 +298,9 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def _base(spec: Assignment) -> dict[str, str] | None:
+    """The place and digest of the weights that adapters belong to, for the manifest."""
+    digest = spec.first_weights.partition("+")[0]
+    return {"location": spec.model.init_from, "digest": digest} if spec.model.init_from else None

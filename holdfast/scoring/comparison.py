@@ -91,11 +91,11 @@ def trials_of(
     spec: Spec, trials: Sequence[Sequence[str]], dataset_id: str, salt: str = ""
 ) -> Iterator[tuple[tuple[str, ...], Spec, str]]:
     """The changes, spec and run id of each trial. Reads the first weights if the spec has any."""
-    from holdfast.model.hub import weights_digest
+    from holdfast.model.hub import first_weights_digest
 
     for changes in trials:
         trial = spec.with_overrides(changes)
-        yield tuple(changes), trial, run_id(trial, dataset_id, salt, weights_digest(trial.model.init_from))
+        yield tuple(changes), trial, run_id(trial, dataset_id, salt, first_weights_digest(trial))
 
 
 def read_comparison(store: Store, identity: str) -> Comparison | None:

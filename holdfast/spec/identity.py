@@ -60,7 +60,8 @@ def function_identity(field: str, function: Function) -> dict[str, Any]:
 
 def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "") -> str:
     """The identity of a training run. `salt` (from `--fresh`) creates a different run with the same inputs.
-    `first_weights` is the digest of the weights that `model.init_from` names, and replaces their location."""
+    `first_weights` has the digests of the weights that `model.init_from` and `training.distillation.teacher` name (see
+    `first_weights_digest`), and replaces their locations."""
     if spec.train.script is not None:
         return _script_run_id(spec, salt)
     fields, model = fields_of(spec), spec.model
@@ -68,8 +69,11 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
     # A default that is written out makes no other run.
     fields["model"] |= {"kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width}
     fields["model"]["layer_pattern"] = list(model.layer_kinds)
-    if first_weights:
-        fields["model"]["init_from"] = first_weights
+    own, _, teacher = first_weights.partition("+")
+    if own:
+        fields["model"]["init_from"] = own
+    if teacher:
+        fields["training"]["distillation"]["teacher"] = teacher
     if spec.training.optimizer.kind == "adamw":
         del fields["training"]["optimizer"]["kind"]  # it was the only kind when run ids were introduced
     objective = spec.training.objective

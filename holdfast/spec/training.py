@@ -99,7 +99,7 @@ class LossScale(Section):
     )
 
 
-ObjectiveName = Literal["next_token", "dpo", "orpo", "reward", "kto"]
+ObjectiveName = Literal["next_token", "distillation", "dpo", "orpo", "reward", "kto"]
 Adapted = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -141,12 +141,12 @@ class ObjectiveChoice(Function):
     [n, vocabulary] and targets [n], and returns a loss for each target. Keys that are no fields are passed to it by
     name. See docs/your-own-code.md."""
 
-    kind: Literal["auto", "next_token", "dpo", "orpo", "reward", "kto"] = Field(
+    kind: Literal["auto", "next_token", "distillation", "dpo", "orpo", "reward", "kto"] = Field(
         "auto",
         description="A built-in objective. `auto`: next_token for text and chat, dpo for preferences, kto for "
-        "unpaired. `dpo`: direct preference optimization. `orpo`: the chosen answers and an odds ratio, without a "
-        "reference model. `reward`: the ranking loss of a reward model (`model.head: scalar`). `kto`: single answers "
-        "with labels (Kahneman-Tversky).",
+        "unpaired. `distillation`: the likeliest tokens of a teacher. `dpo`: direct preference optimization. `orpo`: "
+        "the chosen answers and an odds ratio, without a reference model. `reward`: the ranking loss of a reward model "
+        "(`model.head: scalar`). `kto`: single answers with labels (Kahneman-Tversky).",
     )
     use: str | None = runtime_field(  # type: ignore[assignment]
         None,
@@ -162,6 +162,19 @@ class ObjectiveChoice(Function):
     def is_own(self) -> bool:
         """Whether it is a function of user code."""
         return self.use is not None
+
+
+class Distillation(Section):
+    """Distillation (`objective: distillation`): the model learns a teacher's likeliest tokens. See
+    docs/fine-tuning.md."""
+
+    teacher: str | None = Field(
+        None,
+        description="The teacher's weights: a folder in the Hugging Face layout, such as the export of a run, or an "
+        "s3:// or hf:// URL. It has the vocabulary of the run. The run id has a digest of the content.",
+    )
+    top_k: int = Field(32, ge=1, le=4096, description="The teacher's likeliest tokens that each position learns.")
+    hard_weight: float = Field(0.0, ge=0, description="Weight of the cross-entropy of the actual next tokens.")
 
 
 class Training(Section):
@@ -191,6 +204,7 @@ class Training(Section):
     optimizer: Optimizer = Field(default_factory=Optimizer, description="How gradients update weights.")
     schedule: Schedule = Field(default_factory=Schedule, description="The learning-rate schedule.")
     lora: Lora = Field(default_factory=Lora, description="Training of adapters instead of the weights.")
+    distillation: Distillation = Field(default_factory=Distillation, description="The teacher of a distillation.")
     preference: Preference = Field(default_factory=Preference, description="How preferences are learned.")
     gradient_compression: Literal["none", "fp16", "bf16", "powersgd", "topk"] = Field(
         "none",

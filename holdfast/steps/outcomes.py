@@ -95,7 +95,8 @@ def run_of(outcomes: Iterable[Outcome], spec: str, overrides: Sequence[str], sal
         checked = parse_spec(spec, overrides)
     except HoldfastError:
         return ""
-    return run_id(checked, dataset_id, salt) if dataset_id and not checked.model.init_from else ""
+    reads_weights = checked.model.init_from or checked.training.distillation.teacher
+    return run_id(checked, dataset_id, salt) if dataset_id and not reads_weights else ""
 
 
 def was_stopped() -> bool:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from holdfast.model.token_logprobs import IGNORED, token_logprobs
+from holdfast.model.token_logprobs import IGNORED, likeliest_tokens, token_logprobs
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.model.test_packed_attention import Recorder, random, with_gradients
 
@@ -47,6 +47,30 @@ def test_values_and_gradients_are_those_of_all_logits(chunk: int, dtype: torch.d
     ignored = targets == IGNORED
     assert not results[0][ignored].any()
     assert not results[1][ignored].any()
+
+
+def test_a_position_may_have_several_targets_of_which_the_first_may_occur_twice() -> None:
+    hidden, head, targets, _ = inputs(2, 20)
+    several = torch.stack((targets, *(targets.clamp(min=0).add(step) % VOCABULARY for step in (0, 7, 11))), -1)
+    several = several.where(targets[..., None] != IGNORED, IGNORED)
+    gradient = random(2, 20, 4, seed=5)
+
+    def all_logits(x: Tensor, w: Tensor) -> Tensor:
+        return (x @ w.T).log_softmax(-1).gather(2, several.clamp(min=0)).where(several != IGNORED, 0)
+
+    found = with_gradients(lambda x, w: token_logprobs(x, w, several, chunk=8), gradient, hidden, head)
+    expected = with_gradients(all_logits, gradient.double(), hidden.double(), head.double())
+    for actual, reference in zip(found, expected, strict=True):
+        assert ((actual.double() - reference).norm() / reference.norm()).item() < 1e-6
+    assert torch.equal(found[0][..., 0], token_logprobs(hidden, head, targets, chunk=8))
+
+
+def test_the_likeliest_tokens_are_those_of_all_logits() -> None:
+    hidden, head, _, _ = inputs(2, 20)
+    likeliest = likeliest_tokens(hidden, head, 5, chunk=8)
+    logprobs, tokens = (hidden @ head.T).log_softmax(-1).topk(5)
+    assert torch.equal(likeliest.tokens, tokens)
+    torch.testing.assert_close(likeliest.logprobs, logprobs, rtol=0, atol=1e-6)
 
 
 def test_gradients_are_those_of_finite_differences() -> None:

@@ -3,9 +3,10 @@
 `trl.json` was written by trl 1.16.0 with torch 2.13 on a CPU, in an environment outside the project. Random
 log-probabilities of 3 chosen and 3 rejected answers (`lengths` tokens) under a model and a reference model are passed
 to `DPOTrainer._compute_loss`, `KTOTrainer._compute_loss` (with `kl_policy` and `kl_reference` for the mismatched
-answers), `ORPOTrainer.odds_ratio_loss` and `RewardTrainer.compute_loss` (rewards). Stubs take the place of the models,
-and return these numbers. The gradient is that of the loss with respect to each token's log-probability. ORPO's
-cross-entropy of `trl` also counts the prompt; here it is the mean over the chosen answers' tokens.
+answers), `ORPOTrainer.odds_ratio_loss`, `RewardTrainer.compute_loss` (rewards) and
+`GKDTrainer.generalized_jsd_loss` (logits, beta 0). Stubs take the place of the models, and return these numbers.
+The gradient is that of the loss with respect to each token's log-probability. ORPO's cross-entropy of `trl` also counts
+the prompt; here it is the mean over the chosen answers' tokens.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +22,8 @@ import torch
 from torch import Tensor
 
 from holdfast.dataset.vocabulary import ENDS, UNCOUNTED, UNDESIRABLE
-from holdfast.model.token_logprobs import IGNORED
+from holdfast.model.token_logprobs import IGNORED, likeliest_tokens, token_logprobs
+from holdfast.objectives.distillation import Distillation
 from holdfast.objectives.interface import Objective, ObjectiveInputs, count_terms, metrics_of, weighted
 from holdfast.objectives.micro_batches import micro_batches
 from holdfast.objectives.preference import DirectPreference, OddsRatio, RewardModel
@@ -129,6 +132,44 @@ def test_the_ranking_loss_of_a_reward_model_is_that_of_trl() -> None:
     check((metrics["pair_loss"], metrics, [[gradient[n]] for n in range(6)]),
           {name: value for name, value in expected.items() if name != "rewards"}
           | {"gradient": [[x] for x in expected["gradient"]]})  # fmt: skip
+
+
+def distilled(student: Tensor, teacher: Tensor, targets: Tensor, top: int) -> Tensor:
+    """The terms of a distillation with these logits, each divided by the number of targets."""
+    eye = torch.eye(student.shape[-1])
+    likeliest = likeliest_tokens(teacher, eye, top)
+    theirs = likeliest.tokens.where(targets[..., None] != IGNORED, IGNORED)
+    losses = -token_logprobs(student, eye, torch.cat((targets[..., None], theirs), -1))
+    batch: Any = SimpleNamespace(targets=targets)
+    return Distillation(0.5).sums(ObjectiveInputs(losses, teacher=likeliest), batch) / (targets != IGNORED).sum()
+
+
+def test_a_distillation_from_the_whole_vocabulary_is_that_of_trl() -> None:
+    record = TRL["distillation"]
+    student, teacher = (
+        torch.tensor(record[which], requires_grad=which == "student") for which in ("student", "teacher")
+    )
+    targets = torch.tensor(record["targets"])
+    divergence, cross_entropy = distilled(student, teacher, targets, 7)
+    assert float(divergence) == pytest.approx(record["1.0"]["loss"], abs=WITHIN)
+    (gradient,) = torch.autograd.grad(divergence, student, retain_graph=True)
+    torch.testing.assert_close(gradient, torch.tensor(record["1.0"]["gradient"]), rtol=0, atol=WITHIN)
+    expected = torch.nn.functional.cross_entropy(student.flatten(0, 1), targets.flatten())
+    assert float(cross_entropy) == pytest.approx(float(expected), abs=WITHIN)
+    assert weighted(Distillation(0.5), torch.stack((divergence, cross_entropy))) == divergence + 0.5 * cross_entropy
+
+
+def test_tokens_outside_the_likeliest_are_one_bucket_of_the_divergence() -> None:
+    record = TRL["distillation"]
+    student, teacher, targets = (torch.tensor(record[which]) for which in ("student", "teacher", "targets"))
+    (divergence, _), (same, _) = distilled(student, teacher, targets, 3), distilled(teacher, teacher, targets, 3)
+    ours, theirs = student.double().softmax(-1), teacher.double().softmax(-1)
+    order = theirs.argsort(-1, descending=True)
+    p, q = (x.gather(-1, order) for x in (theirs, ours))
+    p, q = (torch.cat((x[..., :3], x[..., 3:].sum(-1, keepdim=True)), -1) for x in (p, q))
+    expected = (p * (p / q).log()).sum(-1)[targets != IGNORED].mean()
+    assert float(divergence) == pytest.approx(float(expected), abs=WITHIN)
+    assert float(same) == pytest.approx(0, abs=WITHIN)
 
 
 def test_answers_move_to_the_next_prompt_of_their_row() -> None:

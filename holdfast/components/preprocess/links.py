@@ -14,7 +14,7 @@ from holdfast.launch.emitters.pod import RUN_LABEL
 from holdfast.launch.kubernetes.client import PODS
 from holdfast.launch.kubernetes.kinds import KINDS
 from holdfast.launch.launches import newest_launch
-from holdfast.model.hub import weights_digest
+from holdfast.model.hub import first_weights_digest
 from holdfast.runtime.environment import tracking_uri
 from holdfast.runtime.secrets import redact
 from holdfast.spec import HoldfastError, Spec, run_id
@@ -45,7 +45,7 @@ def links(
 
 
 def _of_run(spec: Spec, dataset_id: str, salt: str, store: Store, trial: Sequence[str], here: str) -> Iterator[str]:
-    identity = run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from))
+    identity = run_id(spec, dataset_id, salt, first_weights_digest(spec))
     job = f"holdfast-{identity}-{newest_launch(store, identity) + 1}"
     root, namespace = redact(store.url), spec.cluster.namespace or here
     objects = f"{KINDS[spec.cluster.job].resource},{PODS}"

@@ -40,7 +40,7 @@ from holdfast.launch.launches import (
     was_reclaimed,
 )
 from holdfast.model.exported import require_intact
-from holdfast.model.hub import weights_digest
+from holdfast.model.hub import first_weights_digest
 from holdfast.model.initialise import parameter_count
 from holdfast.planning.auto import next_plan
 from holdfast.rank.health_gate import health_check_request
@@ -101,7 +101,7 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
 
     A repeated call continues from the newest checkpoint.
     """
-    weights = weights_digest(spec.model.init_from)
+    weights = first_weights_digest(spec)
     identity = run_id(spec, dataset_id, salt, weights)
     launcher = choose_launcher(spec, log_dir(identity))
     with launcher.only_one(identity):

@@ -23,7 +23,7 @@ from holdfast.corpus import identify, prepare
 from holdfast.dataset import Dataset
 from holdfast.dataset.manifest import load_manifest
 from holdfast.model.exported import require_intact
-from holdfast.model.hub import weights_digest
+from holdfast.model.hub import first_weights_digest
 from holdfast.runtime.environment import cache_dir
 from holdfast.scoring import Measured, key_against
 from holdfast.spec import DATA_PLANE_VERSION, Spec, digest, dump_spec, run_id
@@ -165,7 +165,7 @@ def run(spec: Spec, store: Store, salt: str = "", now: float | None = None, job:
     """
     now = time.time() if now is None else now
     former = _former(spec, store)
-    dataset_id, weights = identify(spec), weights_digest(spec.model.init_from)
+    dataset_id, weights = identify(spec), first_weights_digest(spec)
     champion_version = None if former is None else former.champion.version
     next_run = run_id(spec, dataset_id, salt, weights)
     key = digest(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from holdfast.engines.torch.pipeline import Pipeline
 from holdfast.engines.torch.scaling import LossScale
 from holdfast.engines.torch.tied import TiedEnds
 from holdfast.model.lora import without_adapters
+from holdfast.model.token_logprobs import IGNORED, Likeliest
 from holdfast.objectives.interface import Objective, ObjectiveInputs, weighted
 from holdfast.objectives.micro_batches import MicroBatch, micro_batches
 from holdfast.telemetry import phases
@@ -69,6 +70,13 @@ class ReferenceModel:
         return losses
 
 
+class Teacher(NamedTuple):
+    """The frozen model whose likeliest tokens a model learns."""
+
+    module: nn.Module
+    top: int  # tokens of each position
+
+
 @dataclass(frozen=True)
 class MicroSettings:
     """What a micro-batch is computed with."""
@@ -89,6 +97,7 @@ class Micro:
     loss_scale: LossScale | None
     topology: Topology
     settings: MicroSettings
+    teacher: Teacher | None = None
 
     def batches(self, rows: torch.Tensor, size: int | None = None) -> Iterator[MicroBatch]:
         """Inputs and targets of this rank's sequence shard, and the documents of whole sequences. `rows` are on the
@@ -112,9 +121,16 @@ class Micro:
             reference = None if self.reference is None else self.reference(batch)
             if "logits" in self.objective.needs:
                 logits = self.policy(batch.tokens, None, batch.segments)
-                return ObjectiveInputs(logits.new_empty(0), reference, divergence, logits)
-            losses = self.policy(batch.tokens, batch.targets, batch.segments, reduction="none")
-        return ObjectiveInputs(losses, reference, divergence)
+                return ObjectiveInputs(logits.new_empty(0), reference, divergence, logits=logits)
+            targets, teacher = batch.targets, None
+            if self.teacher is not None:
+                module, top = self.teacher
+                with torch.no_grad():
+                    teacher = Likeliest(*module(batch.tokens, None, batch.segments, likeliest=top))
+                theirs = teacher.tokens.where(targets[..., None] != IGNORED, IGNORED)
+                targets = torch.cat((targets[..., None], theirs), -1)
+            losses = self.policy(batch.tokens, targets, batch.segments, reduction="none")
+        return ObjectiveInputs(losses, reference, divergence, teacher)
 
     def compute(self, batch: MicroBatch, share: torch.Tensor, divergence: torch.Tensor | None = None) -> torch.Tensor:
         """Forward and backward pass. The gradient is that of the weighted sum of the terms times `share`. Returns the

@@ -34,6 +34,7 @@ from holdfast.engines.torch.accumulation import (
     PipelineStages,
     ReferenceModel,
     StepGrid,
+    Teacher,
 )
 from holdfast.engines.torch.balance import Balance
 from holdfast.engines.torch.clipping import clip, clip_in_order, clip_over_mesh
@@ -46,7 +47,7 @@ from holdfast.engines.torch.parameters import TrainedParameters
 from holdfast.engines.torch.pipeline import STAGES_EACH, Pipeline, Stage, given_layers, split_layers
 from holdfast.engines.torch.scaling import LossScale
 from holdfast.engines.torch.tied import TiedEnds
-from holdfast.engines.weights import MOMENTS
+from holdfast.engines.weights import MOMENTS, TEACHER, teacher_shape
 from holdfast.launch.device import local_device
 from holdfast.model.decoder import Decoder
 from holdfast.model.lora import FrozenLinear, add_adapters
@@ -93,6 +94,7 @@ class TorchEngine:
         ]
         self._compression = compress(computing[0], spec.training)
         self._reference = self._reference_model(spec, vocabulary)
+        self._teacher = self._teacher_model(spec, vocabulary)
         pipeline = None
         if ranks is not None and self._mesh.pipeline > 1:
             group = ranks["pipeline"].get_group()
@@ -168,6 +170,9 @@ class TorchEngine:
                     matrix = module.expanded()
                     yield TensorLayout.of(f"{name}.weight", matrix).box(matrix)
                     module.store(matrix)
+        if self._teacher is not None:
+            for name, parameter in self._teacher.named_parameters():
+                yield TensorLayout.of(TEACHER + name, parameter).box(parameter)
 
     def restored(self, step: int, scalars: Scalars = MappingProxyType({})) -> None:
         """See Engine."""
@@ -229,6 +234,16 @@ class TorchEngine:
         mesh = Mesh(replicas=1, shards=1, tensor=1) if self._topology.ranks is None else self._mesh
         return parallelize(reference, spec.training, spec.parallel, replace(self._topology, mesh=mesh), grid=None)
 
+    def _teacher_model(self, spec: Assignment, vocabulary: int) -> nn.Module | None:
+        """The frozen teacher of a distillation, sharded like the model."""
+        if "teacher" not in self._objective.needs:
+            return None
+        with torch.device("meta"):
+            teacher = Decoder(teacher_shape(spec, vocabulary), vocabulary).requires_grad_(False)
+        teacher.loss_chunk = spec.training.loss_chunk
+        mesh = Mesh(replicas=1, shards=1, tensor=1) if self._topology.ranks is None else self._mesh
+        return parallelize(teacher, spec.training, spec.parallel, replace(self._topology, mesh=mesh), grid=None)
+
     def _micro_of(self, policy: nn.Module, sequence: SequenceShard | None, end_of_text: int | None) -> Micro:
         """What computes one micro-batch."""
         training = self._spec.training
@@ -237,7 +252,8 @@ class TorchEngine:
         if "reference" in self._objective.needs:
             reference = ReferenceModel(self._parts[0] if self._reference is None else self._reference)
         settings = MicroSettings(training.micro_batch, end_of_text, narrow, sequence)
-        return Micro(policy, self._objective, reference, self._loss_scale, self._topology, settings)
+        teacher = None if self._teacher is None else Teacher(self._teacher, training.distillation.top_k)
+        return Micro(policy, self._objective, reference, self._loss_scale, self._topology, settings, teacher)
 
     def _accumulation_of(self, micro: Micro, pipeline: Pipeline | None) -> Accumulation:
         """What accumulates gradients at this layout."""
@@ -319,7 +335,8 @@ class TorchEngine:
         """Run one forward and backward pass on made-up tokens. Compile errors and lack of memory show here. DDP settles
         its buckets, so every attempt sums in the same order from its first step."""
         with torch.no_grad():
-            for parameter in chain.from_iterable(part.parameters() for part in (*self._parts, self._reference) if part):
+            models = (*self._parts, self._reference, self._teacher)
+            for parameter in chain.from_iterable(model.parameters() for model in models if model is not None):
                 parameter.zero_()
             for module in chain.from_iterable(part.modules() for part in self._parts):
                 if isinstance(module, FrozenLinear) and module.stored == "nf4":

@@ -243,13 +243,13 @@ def as_it_ran(store: Store, record: Record) -> Record:
     """Add the id of the run that its steps work on, once the first step has recorded the dataset id."""
     if not record.job or record.trials or record.ran:
         return record
-    from holdfast.model.hub import weights_digest
+    from holdfast.model.hub import first_weights_digest
 
     outcome = outcome_of(store, record.job, "preprocess")
     if outcome is not None and outcome.result:
         with suppress(HoldfastError):  # a spec of another version, or weights that cannot be read from here
             spec = parse_spec(record.spec)
-            ran = run_id(spec, outcome.result, record.salt, weights_digest(spec.model.init_from))
+            ran = run_id(spec, outcome.result, record.salt, first_weights_digest(spec))
             return replace(record, ran=ran)
     return record
 

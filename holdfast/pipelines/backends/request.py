@@ -79,7 +79,7 @@ def identify_request(request: RunRequest, *, shared_folders: bool = False, share
     machine's folders. `shared_volumes`: they see `cluster.volumes`. Raises SpecError.
     """
     from holdfast.corpus import identify
-    from holdfast.model.hub import weights_digest
+    from holdfast.model.hub import first_weights_digest
 
     spec = request.spec
     if not shared_folders:
@@ -96,7 +96,7 @@ def identify_request(request: RunRequest, *, shared_folders: bool = False, share
         if request.trials:
             identity = sweep_id([run for _, _, run in trials_of(spec, request.trials, dataset_id, request.salt)])
         else:
-            identity = run_id(spec, dataset_id, request.salt, weights_digest(spec.model.init_from))
+            identity = run_id(spec, dataset_id, request.salt, first_weights_digest(spec))
     except (HoldfastError, OSError) as error:
         unread = str(error)
     return replace(request, run_id=identity, unread=unread)
@@ -126,6 +126,7 @@ def _inputs(spec: Spec) -> Iterator[tuple[str, str]]:
     """The input fields of a run, with their values."""
     yield "data.tokenizer.path", spec.data.tokenizer.path or ""
     yield "model.init_from", spec.model.init_from or ""
+    yield "training.distillation.teacher", spec.training.distillation.teacher or ""
     yield "data.chat.template", spec.data.chat.template or ""
     for index, source in enumerate(spec.data.sources):
         yield f"data.sources.{index}.uri", source.uri

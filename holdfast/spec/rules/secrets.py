@@ -18,6 +18,7 @@ def check_no_secrets_in_urls(spec: Spec) -> Iterator[Problem]:
         ("store", spec.store),
         ("serving.model_registry.url", registry.url if registry else None),
         ("model.init_from", spec.model.init_from),
+        ("training.distillation.teacher", spec.training.distillation.teacher),
         ("data.tokenizer.path", spec.data.tokenizer.path),
         ("data.chat.template", spec.data.chat.template),
     ]

@@ -255,8 +255,8 @@ SCALAR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gem
 
 # The objectives of each kind of data; the first is that of `training.objective: auto`.
 OBJECTIVES: Mapping[str, tuple[ObjectiveName, ...]] = {
-    "text": ("next_token",),
-    "chat": ("next_token",),
+    "text": ("next_token", "distillation"),
+    "chat": ("next_token", "distillation"),
     "preferences": ("dpo", "orpo", "reward"),
     "unpaired": ("kto",),
 }
@@ -298,6 +298,7 @@ def check_preferences(spec: Spec) -> Iterator[Problem]:
                 f"is not used by the objective {used} (data.kind: {kind})",
                 f"remove it, or use training.objective: {needed}",
             )
+    yield from _check_distillation(spec, used)
     if kind not in ("preferences", "unpaired"):
         return
     if spec.model.init_from is None and used not in ("orpo", "reward"):
@@ -308,6 +309,26 @@ def check_preferences(spec: Spec) -> Iterator[Problem]:
 
 
 NF4_BLOCK = 64  # as in holdfast.model.nf4
+
+
+def _check_distillation(spec: Spec, objective: str) -> Iterator[Problem]:
+    """A distillation has a teacher, the torch engine, and a whole or sharded model; nothing else has a teacher."""
+    distillation = spec.training.distillation
+    if objective == "distillation":
+        if distillation.teacher is None:
+            yield Problem("training.distillation.teacher", None, "is missing", "name the folder of an exported model")
+        if spec.training.precision == "fp8":
+            yield Problem("training.precision", "fp8", "is not supported with a teacher", "use bf16")
+        yield from _plain_layout(spec, "does not support distillation", "another training.objective")
+        return
+    for name, field in type(distillation).model_fields.items():
+        if (value := getattr(distillation, name)) != field.default:
+            yield Problem(
+                f"training.distillation.{name}",
+                value,
+                f"is not used by the objective {objective}",
+                "remove it, or use training.objective: distillation",
+            )
 
 
 def _check_reward(spec: Spec) -> Iterator[Problem]:

@@ -61,7 +61,7 @@ class LocalRun:
 def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False) -> LocalRun:
     """Identify the run of a spec. Relative paths start at the working directory. Raises what `identify` raises."""
     from holdfast.corpus import identify
-    from holdfast.model.hub import weights_digest
+    from holdfast.model.hub import first_weights_digest
 
     spec = with_absolute_paths(spec)
     if spec.parallel.auto:
@@ -70,9 +70,7 @@ def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False
         best(spec, None, here=True)  # fails early if no plan exists
     dataset_id = identify(spec)
     url = store_root(store) if store else store_url(spec)
-    return LocalRun(
-        spec, url, dataset_id, run_id(spec, dataset_id, salt, weights_digest(spec.model.init_from)), salt, replan
-    )
+    return LocalRun(spec, url, dataset_id, run_id(spec, dataset_id, salt, first_weights_digest(spec)), salt, replan)
 
 
 def run_to_end(made: LocalRun, again: str, console: Console | None = None) -> ExitCode:
