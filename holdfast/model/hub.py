@@ -173,13 +173,10 @@ def weights_digest(location: str | None, field: str = "model.init_from") -> str:
     return blake3("\n".join(lines).encode()).hexdigest()
 
 
-def require_weights(init_from: str | None, teacher: str | None, named: str) -> None:
-    """Raises DataError unless the weights at these places have the digests `named` from the run's identity (see
-    `first_weights_digest`)."""
-    own, _, theirs = named.partition("+")
-    for field, location, digest in (("model.init_from", init_from, own), (TEACHER_FIELD, teacher, theirs)):
-        if (actual := weights_digest(location, field)) != digest:
-            raise DataError(
-                f"{field}: {location} holds other weights ({actual[:16]}) than those the run id was made from "
-                f"({digest[:16]}). Put them back, or run the same command again, which names another run"
-            )
+def require_weights(location: str, named: str, field: str = "model.init_from") -> None:
+    """Raises DataError unless the weights at `location` have the digest `named` from the run's identity."""
+    if (actual := weights_digest(location, field)) != named:
+        raise DataError(
+            f"{field}: {location} holds other weights ({actual[:16]}) than those the run id was made from "
+            f"({named[:16]}). Put them back, or run the same command again, which names another run"
+        )

@@ -18,7 +18,7 @@ from holdfast.engines.weights import (
     TaughtState,
     require_left_out_taken,
 )
-from holdfast.model.hub import require_weights
+from holdfast.model.hub import TEACHER_FIELD, require_weights
 from holdfast.spec.plan import Plan, require_plan
 from holdfast.telemetry import phases
 
@@ -85,8 +85,12 @@ def first_state(spec: Assignment, vocabulary: int) -> FirstState:
         spec.training.distillation.teacher,
     )
     state: FirstState = seeded
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # one rank checks for all ranks that read the same disk
-        require_weights(own, teacher, spec.first_weights)
+    is_checking = int(os.environ.get("LOCAL_RANK", "0")) == 0  # for all ranks that read the same disk
+    digest, _, theirs = spec.first_weights.partition("+")
     if own is not None:
+        if is_checking:
+            require_weights(own, digest)
         state = AdaptedState(ImportedState(own, spec.model, vocabulary), seeded)
+    if teacher is not None and is_checking:
+        require_weights(teacher, theirs, TEACHER_FIELD)
     return state if teacher is None else TaughtState(state, ImportedState(teacher, None, vocabulary))
