@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from holdfast.objectives.distillation import Distillation
 from holdfast.objectives.interface import Objective
 from holdfast.objectives.next_token import NextToken
@@ -26,15 +28,12 @@ def build_objective(name: ObjectiveName, training: Training) -> Objective:
     if training.objective.is_own:
         return OwnObjective(training.objective)
     settings = training.preference
-    match name:
-        case "dpo":
-            return DirectPreference(settings.beta)
-        case "orpo":
-            return OddsRatio(settings.beta)
-        case "reward":
-            return RewardModel()
-        case "distillation":
-            return Distillation(training.distillation.hard_weight)
-        case "kto":
-            return UnpairedPreference(settings.beta, settings.desirable_weight, settings.undesirable_weight)
-    return NextToken()
+    builders: dict[ObjectiveName, Callable[[], Objective]] = {
+        "next_token": NextToken,
+        "distillation": lambda: Distillation(training.distillation.hard_weight),
+        "dpo": lambda: DirectPreference(settings.beta),
+        "orpo": lambda: OddsRatio(settings.beta),
+        "reward": RewardModel,
+        "kto": lambda: UnpairedPreference(settings.beta, settings.desirable_weight, settings.undesirable_weight),
+    }
+    return builders[name]()
