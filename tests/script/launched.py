@@ -26,7 +26,7 @@ def run_script(
     stop_at: int | None = None,
     **checkpoint: Any,
 ) -> bool:
-    """Run a script as a launch of its own. Returns whether it came to its end, and did not leave before."""
+    """Run a script as a separate launch. Returns whether it ended, and did not stop before."""
     store, leave = open_store(url), PreemptionSignal()
     assignment = ScriptAssignment(
         run_id=run_id,

@@ -33,7 +33,7 @@ def url(tmp_path: Path) -> str:
 
 
 def loop(stop: int = 6, leave: int = -1, first: int | None = None, export: str = "") -> list[int]:
-    """A loop of `stop` steps with dropout, which is asked to leave in step `leave`."""
+    """A loop of `stop` steps with dropout, which gets a stop request in step `leave`."""
     session = holdfast.session(seed=3)
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -94,7 +94,7 @@ def test_a_cancelled_step_a_time_limit_and_node_losses_change_no_bit(
     def reach_limit(job: int) -> None:
         elapsed = int(slurm.ask("squeue", "--noheader", f"--jobs={job}", "--Format=TimeUsed").split(":")[0])
         slurm.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={elapsed + 2}")
-        until(lambda: "the ranks are asked to save and exit" in place.logs(), 200)
+        until(lambda: "the ranks get SIGTERM: they save and exit" in place.logs(), 200)
         until(lambda: slurm.ask("squeue", "--noheader", f"--jobs={job}", "--Format=RestartCnt") == "1", 200)
         slurm.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
 

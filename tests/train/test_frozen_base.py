@@ -127,8 +127,14 @@ def _steps(rank: int, size: int, folder: Path, runs: list[tuple[Path, tuple[str,
     join_exactly(folder, rank, size, always=True)
     results = []
     for base, overrides in runs:
-        asked = (*SHAPE, "parallel.strategy=ddp", *overrides, f"model.init_from={base}", f"parallel.processes={size}")
-        spec = tiny_assignment(*asked)
+        settings = (
+            *SHAPE,
+            "parallel.strategy=ddp",
+            *overrides,
+            f"model.init_from={base}",
+            f"parallel.processes={size}",
+        )
+        spec = tiny_assignment(*settings)
         engine, first = build_engine(spec, VOCABULARY, END), ImportedState(str(base), spec.model, VOCABULARY)
         for box in engine.frozen():
             first.fill([box])
@@ -164,19 +170,19 @@ def test_a_run_resumes_to_the_same_bits_and_its_export_is_the_stored_base_with_t
     tmp_path: Path, base: str
 ) -> None:
     dtype = torch.bfloat16 if base == "nf4" else torch.float32  # `base`: config.json of the base says float32
-    asked: Any = (
+    settings: Any = (
         *SHAPE,
         f"model.export_dtype={'bf16' if base == 'nf4' else 'base'}",
         "training.steps=4",
         f"training.lora.base={base}",
         f"model.init_from={weights(tmp_path)}",
     )
-    store, spec = new_store(tmp_path / "runs"), tiny_spec(*asked)
-    assert train_in_ranks(1, store.url, tmp_path / "a", [(asked, "", None), (asked, "stopped", 2)]) == [
+    store, spec = new_store(tmp_path / "runs"), tiny_spec(*settings)
+    assert train_in_ranks(1, store.url, tmp_path / "a", [(settings, "", None), (settings, "stopped", 2)]) == [
         "",
         "PreemptedError",
     ]
-    assert train_in_ranks(1, store.url, tmp_path / "b", [(asked, "stopped", None)]) == [""]
+    assert train_in_ranks(1, store.url, tmp_path / "b", [(settings, "stopped", None)]) == [""]
     assert trained(store, spec, "stopped") == trained(store, spec)
 
     manifest = read_manifest(store, identity_of(spec), 4)

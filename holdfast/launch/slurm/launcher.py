@@ -97,7 +97,7 @@ class SlurmLauncher:
         self._stop_requested.set()
         if not self._running:
             return
-        log.info("the ranks are asked to save and exit")
+        log.info("the ranks get SIGTERM: they save and exit")
         self._signal("TERM")
         timer = threading.Timer(self._grace + LEAVE_MARGIN, self._signal, ("KILL",))
         timer.daemon = True

@@ -38,7 +38,7 @@ def locate(wanted: str, store: Store) -> Files:
             return _registered(wanted, store)
         except MissingError:
             raise MissingError(
-                f"{no_run}; nor is there a folder with a config.json or a registered model of that name"
+                f"{no_run}; there is also no folder with a config.json and no registered model of that name"
             ) from None
     if record.result is None:
         raise MissingError(
