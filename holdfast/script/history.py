@@ -37,6 +37,7 @@ class ScriptHistory:
         self._early: dict[int, dict[str, float | torch.Tensor]] = {}  # metrics of steps to come
         self._system = SystemMetrics()
         self._mark = (start, time.time())
+        self._last = start  # the newest step with a row
 
     def log(self, step: int, metrics: Metrics) -> None:
         """Add metrics to the row of a step, which may be the current one."""
@@ -45,7 +46,10 @@ class ScriptHistory:
             if row["step"] == step:
                 values.update(checked)
                 return
-        self._early.setdefault(step, {}).update(checked)
+        if step > self._last:
+            self._early.setdefault(step, {}).update(checked)
+        else:
+            log.warning("metrics of step %d came after it was saved, and are left out: %s", step, ", ".join(checked))
 
     def add(self, step: int, metrics: Metrics, digest: str | None, lap: Lap) -> None:
         """Add the row of a finished step."""
@@ -55,6 +59,7 @@ class ScriptHistory:
         if (seconds := sum(lap.host.values())) > 0:
             row["step_seconds"] = seconds
         self._pending.append((row, self._early.pop(step, {})))
+        self._last = step
         self.log(step, metrics)
         if self._keep and (step % self._log_every == 0 or step == self._steps):
             self._report(step)

@@ -387,6 +387,8 @@ class ManagedSession(Session):
         """Release everything, after any end of the script."""
         phases.enter("leave")
         self._stack.__exit__(None if error is None else type(error), error, None)
+        if self._folder is not None:
+            self._folder.cleanup()
 
     def _begin(self, attempt: Attempt, device: torch.device, start: int, steps: int | None) -> None:
         """Start what lasts until the end of the script."""

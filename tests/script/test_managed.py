@@ -93,6 +93,27 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(ur
     assert digest_of_run(url, "diverging")[0] == 4
 
 
+def test_metrics_that_are_logged_for_a_step_are_in_its_row(url: str) -> None:
+    def logging_loop() -> None:
+        session = holdfast.session(seed=1)
+        model = nn.Linear(1, 1)
+        for step in range(session.restore(model=model, steps=2), 2):
+            session.log(step + 1, early=torch.tensor(step))
+            session.step(step + 1)
+            if step == 0:
+                session.log(1, late=0.5)
+        session.log(1, too_late=1.0)
+        with pytest.raises(StateError, match=r"the metric 'time' has a name"):
+            session.log(3, time=1.0)
+
+    run_script(url, "logging", logging_loop)
+    rows = read_history(opened(url), "logging")
+    assert [(row["step"], row["early"], row.get("late"), row.get("too_late")) for row in rows] == [
+        (1, 0.0, 0.5, None),
+        (2, 1.0, None, None),
+    ]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "is empty"), (b"\x80\x04N.", "is pickled"), ("link", "is no plain file")],
