@@ -102,6 +102,7 @@ ROLES = (
     Role("data.sources[].reader", 2),
     Role("data.cleaning.filters[]", 1),
     Role("training.objective", 2, in_ranks=True),
+    Role("training.schedule.factor", 2, in_ranks=True),
     Role("evaluation.metrics[]", 2),
     Role("telemetry.observers[]", 2, in_ranks=True),
 )

@@ -81,6 +81,10 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
     if objective.is_own:
         own = function_identity("training.objective", objective)
         fields["training"]["objective"] = {"kind": objective.kind, **own}
+    if (factor := spec.training.schedule.factor) is not None:
+        fields["training"]["schedule"]["factor"] = function_identity("training.schedule.factor", factor)
+    else:
+        del fields["training"]["schedule"]["factor"]  # run ids are older than the field
     fields.pop("data")  # the dataset id covers it, and the bytes as well...
     fields["document_masks"] = spec.data.document_masks  # ...except for what is applied when batches are read
     fields["shuffle"] = spec.data.shuffle.model_dump()

@@ -31,6 +31,11 @@ class Optimizer(Section):
 class Schedule(Section):
     """Learning rate by step: linear warm-up, then a decay to `final_ratio` of the peak."""
 
+    factor: Function | None = Field(
+        None,
+        description="Your own schedule, instead of warm-up and decay: a function of the step (from 0) and the number "
+        "of steps that returns a factor of the peak learning rate.",
+    )
     kind: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape of the decay.")
     warmup_steps: int = Field(0, ge=0, lt=10**9, description="Steps of linear warm-up.")
     final_ratio: float = Field(

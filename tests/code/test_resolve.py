@@ -122,6 +122,10 @@ def test_everything_wrong_is_refused_together_with_its_line_and_nothing_is_impor
         ),
         ({"data": {"kind": "chat", "sources": [{"uri": "x", "reader": "mine.py:cues"}]}}, "yields no chat"),
         ({"data": {"sources": [{"uri": "x", "format": "jsonl", "reader": "mine.py:cues"}]}}, "a source with a reader"),
+        (
+            {"training": {"schedule": {"factor": "mine.py:watch", "warmup_steps": 2}}},
+            "is not used with a factor of your own",
+        ),
         ({"evaluation": {"metrics": ["mine.py:accuracy", "mine.py:accuracy"]}}, "the name of two metrics"),
     ],
 )

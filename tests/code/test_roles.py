@@ -24,6 +24,7 @@ from holdfast.objectives.own import OwnObjective
 from holdfast.pipelines.paths import load_spec
 from holdfast.rank.observers import UserObserver
 from holdfast.rank.preemption import PreemptionSignal
+from holdfast.rank.schedule import learning_rate
 from holdfast.rank.worker import work
 from holdfast.scoring.score import own_metrics
 from holdfast.spec import Spec
@@ -167,6 +168,34 @@ def test_an_objective_that_returns_something_else_is_named(
     with pytest.raises(UserCodeError, match=says) as refused:
         _sums(objective, logits)
     assert refused.value.exit_code == 22
+
+
+# Schedules
+
+
+@pytest.mark.parametrize(
+    ("body", "rates", "says"),
+    [
+        ("return 1 - step / steps", [0.01, 0.005], ""),
+        ("return float('nan')", [], "returned nan at step 0"),
+        ("return -1", [], "returned -1 at step 0"),
+        ("return 'x'", [], "returned 'x' at step 0"),
+        ("return 1 / step", [], r"failed at step 0: ZeroDivisionError.*line 2"),
+    ],
+)
+def test_a_schedule_gives_a_factor_of_the_peak_rate_or_is_named(
+    body: str, rates: list[float], says: str, make_spec_file: MakeFile, store: Store
+) -> None:
+    code = f"def half(step, steps):\n    {body}\n"
+    training = {"steps": 2, "optimizer": {"learning_rate": 0.01}, "schedule": {"factor": "mine.py:half"}}
+    spec = load_spec(make_spec_file(code, training=training))
+    publish_code(spec, store)
+    enter_code(store, spec.code)
+    if rates:
+        assert [learning_rate(spec.training, step) for step in range(2)] == rates
+    else:
+        with pytest.raises(UserCodeError, match=f"mine.py:half: {says}"):
+            learning_rate(spec.training, 0)
 
 
 # Metrics and observers

@@ -52,7 +52,10 @@ def tree() -> dict[str, Any]:
                 "sources": [{"uri": "x", "weight": 1, "reader": "m.py:f"}, {"uri": "y", "weight": 2}],
                 "cleaning": {"filters": ["m.py:f"]},
             },
-            "training": {"objective": {"use": "m.py:f", "digest": "0" * 64}},
+            "training": {
+                "objective": {"use": "m.py:f", "digest": "0" * 64},
+                "schedule": {"factor": {"use": "m.py:f", "digest": "0" * 64}},
+            },
             "evaluation": {"tasks": [{"uri": "x"}], "metrics": ["m.py:f"]},
             "telemetry": {"observers": ["m.py:f"]},
             "serving": {"kserve": {"tolerations": [{"key": "a"}]}, "model_registry": {"url": "http://x"}},
@@ -144,6 +147,7 @@ def test_runtime_fields_are_these_and_no_others() -> None:
     assert [path for path in runtime_fields if path.split(".")[0] not in sections] == [
         "name", "code", "store", "data.sources[].reader.use", "data.cleaning.filters[].use",
         "data.workers", "data.fan_out", "train.restart_on", "train.log_every", "training.objective.use",
+        "training.schedule.factor.use",
         "training.topk_fraction", "training.anomalies.max_consecutive",
         "training.log_every",
         "parallel.auto",

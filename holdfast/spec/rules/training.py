@@ -241,7 +241,7 @@ def check_anomalies(spec: Spec) -> Iterator[Problem]:
 
 
 def check_warmup(spec: Spec) -> Iterator[Problem]:
-    """The warm-up ends before the run does."""
+    """The warm-up ends before the run does. A factor of user code replaces warm-up and decay."""
     if spec.training.schedule.warmup_steps >= spec.training.steps:
         yield Problem(
             "training.schedule.warmup_steps",
@@ -249,6 +249,10 @@ def check_warmup(spec: Spec) -> Iterator[Problem]:
             f"is not below training.steps = {spec.training.steps}",
             f"use at most {spec.training.steps - 1}",
         )
+    schedule = spec.training.schedule
+    for name in ("kind", "warmup_steps", "final_ratio") if schedule.factor is not None else ():
+        if (value := getattr(schedule, name)) != type(schedule).model_fields[name].default:
+            yield Problem(f"training.schedule.{name}", value, "is not used with a factor of your own", "remove it")
 
 
 SCALAR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma3_text", "olmo2", "olmo3")
