@@ -121,6 +121,12 @@ _MORE_KEYS = {
     "attention_bias": "attention_bias",
     "query_key_norm": "use_qk_norm",
 }
+_LATENT_KEYS = {
+    "query": "q_lora_rank",
+    "key_value": "kv_lora_rank",
+    "rope": "qk_rope_head_dim",
+    "value": "v_head_dim",
+}
 _ROPE_KEYS = {
     "factor": "factor",
     "low_frequency_factor": "low_freq_factor",
@@ -130,10 +136,11 @@ _ROPE_KEYS = {
     "beta_slow": "beta_slow",
     "truncate": "truncate",
     "attention_factor": "attention_factor",
+    "score_factor": "mscale_all_dim",
     "short_factors": "short_factor",
     "long_factors": "long_factor",
 }
-_ROPE_OPTIONAL = ("beta_fast", "beta_slow", "truncate", "attention_factor")
+_ROPE_OPTIONAL = ("beta_fast", "beta_slow", "truncate", "attention_factor", "score_factor")
 _KINDS: dict[str, LayerKind] = {"full_attention": "full", "sliding_attention": "sliding"}
 _EXPERT_KEYS = {"experts": "num_experts", "routing.top_k": "num_experts_per_tok", "routing.normalise": "norm_topk_prob"}
 _QWEN_DEFAULTS = {"num_key_value_heads": 32, "intermediate_size": 22016, "max_position_embeddings": 32768}
@@ -148,6 +155,7 @@ _QWEN_MOE_DEFAULTS = {
 _ALL_SPARSE: dict[str, Any] = {"decoder_sparse_step": 1, "mlp_only_layers": []}
 
 
+_WITH_MORE_LAYERS = ("glm4_moe", "deepseek_v3")  # layers for multi-token prediction after those of the model
 _NO_GROUPS = {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}
 _DEEPSEEK_KEYS = {
     **_EXPERT_KEYS,
@@ -357,6 +365,33 @@ _FAMILIES: dict[str, _Family] = {
         },
         _DEEPSEEK_KEYS,
     ),
+    "deepseek_v3": _Family(
+        "DeepseekV3ForCausalLM",
+        {"attention_bias": False, "rope_interleave": True, "pretraining_tp": 1},
+        {
+            "hidden_size": 7168,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "intermediate_size": 18432,
+            "max_position_embeddings": 4096,
+            "vocab_size": 129280,
+            "moe_intermediate_size": 2048,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "n_group": 8,
+            "topk_group": 4,
+            "routed_scaling_factor": 2.5,
+            "first_k_dense_replace": 3,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        },
+        _DEEPSEEK_KEYS,
+    ),
 }
 
 
@@ -376,6 +411,7 @@ _TYPES: dict[str, str] = {
             intermediate_size max_position_embeddings vocab_size sliding_window moe_intermediate_size
             shared_expert_intermediate_size num_experts num_local_experts num_experts_per_tok
             n_routed_experts n_shared_experts n_group topk_group first_k_dense_replace num_nextn_predict_layers
+            q_lora_rank kv_lora_rank qk_rope_head_dim qk_nope_head_dim v_head_dim
             no_rope_layer_interval sliding_window_pattern original_max_position_embeddings
         """,
         _NUMBER: """
@@ -466,7 +502,7 @@ def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
     if not all(_is(_INTEGER, stop) for stop in stops):
         raise DataError(f"{path}: eos_token_id is {shown(ends)}; {_INTEGER} is needed")
     end_of_text = _own(path, settings).get("end_of_text_id", stops[0] if stops else None)
-    more_layers = settings.get("num_nextn_predict_layers") or 0 if name == "glm4_moe" else 0
+    more_layers = settings.get("num_nextn_predict_layers") or 0 if name in _WITH_MORE_LAYERS else 0
     return ReadConfig(shape, vocabulary, end_of_text, stops, more_layers)
 
 
@@ -506,6 +542,9 @@ def fixed_fields(shape: Model, weights: Model | None = None) -> dict[str, object
         "norm_epsilon": shape.norm_epsilon,
         "tie_embeddings": shape.tie_embeddings,
         "experts": shape.experts,
+        **(
+            {f"latent.{field}": getattr(shape.latent, field) for field in _LATENT_KEYS} if weights.preset.latent else {}
+        ),
         **({"dense_layers": shape.dense_layers} if groups else {}),
         **({"dense_ffn": shape.dense_width} if weights.dense_layers else {}),
         **({f"routing.{field}": value for field, value in routing.items()} if shape.experts > 1 else {}),
@@ -577,7 +616,7 @@ def _keys_of_some(shape: Model) -> dict[str, Any]:
     """The config.json keys that only some families have."""
     preset, kinds = shape.preset, shape.layer_kinds
     keys: dict[str, Any] = {_MORE_KEYS[field]: getattr(shape, field) for field in preset.fields if field in _MORE_KEYS}
-    if shape.family not in ("llama", "dots1", "glm4_moe", "olmo2"):
+    if shape.family not in ("llama", "dots1", "glm4_moe", "olmo2", "deepseek_v3"):
         keys["sliding_window"] = shape.sliding_window
     if "query_scalar" in preset.fields:
         scalar = shape.query_scalar or shape.head_width
@@ -589,7 +628,12 @@ def _keys_of_some(shape: Model) -> dict[str, Any]:
         keys["no_rope_layers"] = [int(kind != "no_rope") for kind in kinds]
     if shape.family in ("smollm3", "phi3", "gemma3_text"):
         keys["pad_token_id"] = None  # not the class's default, which may be outside the vocabulary
-    if shape.family == "glm4_moe":
+    if preset.latent:
+        latent = shape.latent
+        keys |= {key: getattr(latent, field) for field, key in _LATENT_KEYS.items()}
+        keys |= {"q_lora_rank": latent.query or None, "qk_nope_head_dim": shape.head_width - latent.rope}
+        keys["head_dim"] = latent.rope
+    if shape.family in _WITH_MORE_LAYERS:
         keys["num_nextn_predict_layers"] = 0
     return keys
 
@@ -649,9 +693,17 @@ def _shape(path: str, family: str, settings: Mapping[str, Any]) -> Model:
     values["family"] = family
     values["head"] = "scalar" if settings.get("architectures") == [_scalar(family)] else "tokens"
     values |= _read_mixture(path, family, settings)
-    if values["head_dim"] and values["heads"] and values["head_dim"] * values["heads"] == values["hidden"]:
+    if (
+        values["head_dim"]
+        and values["heads"]
+        and not PRESETS[family].latent
+        and values["head_dim"] * values["heads"] == values["hidden"]
+    ):
         values["head_dim"] = None
     values |= _read_rope(path, family, settings)
+    if PRESETS[family].latent:
+        values["latent"] = {field: settings[key] or 0 for field, key in _LATENT_KEYS.items()}
+        values["head_dim"] = (settings["qk_nope_head_dim"] or 0) + (settings["qk_rope_head_dim"] or 0)
     fields = PRESETS[family].fields
     values |= {field: settings[key] for field, key in _MORE_KEYS.items() if field in fields and key in settings}
     values["layer_pattern"] = _read_pattern(path, family, values["layers"], settings)
@@ -662,13 +714,18 @@ def _shape(path: str, family: str, settings: Mapping[str, Any]) -> Model:
     except ValidationError as error:
         detail = error.errors()[0]
         first, last = (str(detail["loc"][0]), str(detail["loc"][-1])) if detail["loc"] else ("the model", "")
-        key = _FAMILIES[family].mixture.get(".".join(map(str, detail["loc"])), _ROPE_KEYS.get(last))
+        key = _FAMILIES[family].mixture.get(".".join(map(str, detail["loc"])), {**_ROPE_KEYS, **_LATENT_KEYS}.get(last))
         key = key or _SHAPE_KEYS.get(first, (_MORE_KEYS.get(first, first), None))[0]
         raise DataError(f"{path}: {key} is {shown(detail['input'])}: {detail['msg']}") from None
     if (shape.head_dim is None and shape.hidden % shape.heads) or shape.heads % shape.key_value_heads:
         raise DataError(
             f"{path}: {shape.heads} heads do not divide a width of {shape.hidden}, "
             f"or are not a multiple of {shape.key_value_heads} key/value heads"
+        )
+    if shape.preset.latent and (shape.key_value_heads != shape.heads or shape.latent.rope >= shape.head_width):
+        raise DataError(
+            f"{path}: num_key_value_heads is {shape.key_value_heads} and qk_nope_head_dim "
+            f"{shape.head_width - shape.latent.rope}; every one of {shape.heads} heads needs keys that are not rotated"
         )
     if shape.layers * shape.experts > MOST_EXPERTS:
         raise DataError(
@@ -678,8 +735,8 @@ def _shape(path: str, family: str, settings: Mapping[str, Any]) -> Model:
         raise DataError(f"{path}: sliding_window is null, and layer_types has sliding layers; give the window")
     if problem := routing_problem(shape):
         raise DataError(f"{path}: {problem}")
-    if shape.rotary_fraction != 1 and (shape.rotary_width % 2 or shape.rotary_width < 2):
-        raise DataError(f"{path}: partial_rotary_factor rotates {shape.rotary_width} of {shape.head_width}; give pairs")
+    if (shape.rotary_fraction != 1 or shape.preset.latent) and (shape.rotary_width % 2 or shape.rotary_width < 2):
+        raise DataError(f"{path}: a head rotates {shape.rotary_width} of {shape.head_width}; give pairs")
     if shape.head_width % 2:
         raise DataError(f"{path}: head_dim is {shape.head_width}; rotary positions need pairs")
     return shape

@@ -219,15 +219,19 @@ class Attention(nn.Module):
         window = layer.window
         self.window = window if window is not None and window < shape.context else None
         self.rotates = layer.rope != "none"
-        self.scale = None if shape.query_scalar is None else shape.query_scalar**-0.5  # None: of the head's width
+        self.scale = shape.attention_scale
+        self.sinks = nn.Parameter(torch.empty(shape.heads)) if shape.preset.sinks else None
+        self.q_norm: nn.RMSNorm | None = None
+        self.k_norm: nn.RMSNorm | None = None
+        self.o_proj: Linear
+        self._add_projections(shape)
+
+    def _add_projections(self, shape: Model) -> None:
         width, bias = shape.head_width, shape.biases != "none"
         self.q_proj = Linear(shape.hidden, shape.heads * width, bias=bias)
         self.k_proj = Linear(shape.hidden, shape.key_value_heads * width, bias=bias)
         self.v_proj = Linear(shape.hidden, shape.key_value_heads * width, bias=bias)
         self.o_proj = Linear(shape.heads * width, shape.hidden, bias=shape.biases == "qkvo")
-        self.sinks = nn.Parameter(torch.empty(shape.heads)) if shape.preset.sinks else None
-        self.q_norm: nn.RMSNorm | None = None
-        self.k_norm: nn.RMSNorm | None = None
         if shape.query_key_norms == "head":
             self.q_norm, self.k_norm = norm_of(shape, width), norm_of(shape, width)
         elif shape.query_key_norms == "whole":
@@ -240,17 +244,20 @@ class Attention(nn.Module):
         self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor, segments: Segments, cache: LayerCache | None
     ) -> Tensor:
         """[B, T, D] to [B, T, D]. `cache` has the positions before these. If there are any, T is 1."""
-        q_BHTK = self._heads(self.q_proj(x_BTD), self.q_norm)
-        k_BGSK = self._heads(self.k_proj(x_BTD), self.k_norm)
-        if self.rotates:
-            cos_TK, sin_TK = cos_TK.to(x_BTD.dtype), sin_TK.to(x_BTD.dtype)
-            q_BHTK, k_BGSK = rotate(q_BHTK, cos_TK, sin_TK), rotate(k_BGSK, cos_TK, sin_TK)
-        v_BGSK = self._heads(self.v_proj(x_BTD))
+        q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, cos_TK.to(x_BTD.dtype), sin_TK.to(x_BTD.dtype))
         attend = self.attend
         if cache is not None:
             attend = self._attend_one if cache.positions else self.attend
             k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
         return self.o_proj(attend(q_BHTK, k_BGSK, v_BGSK, segments).transpose(1, 2).flatten(2))
+
+    def project(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [B, H, T, K], keys and values [B, G, T, K] of these positions."""
+        q_BHTK = self._heads(self.q_proj(x_BTD), self.q_norm)
+        k_BGTK = self._heads(self.k_proj(x_BTD), self.k_norm)
+        if self.rotates:
+            q_BHTK, k_BGTK = rotate(q_BHTK, cos_TK, sin_TK), rotate(k_BGTK, cos_TK, sin_TK)
+        return q_BHTK, k_BGTK, self._heads(self.v_proj(x_BTD))
 
     def attend(self, q_BHTK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, segments: Segments) -> Tensor:
         """The attention output of the queries: [B, H, T, K]. Context parallelism replaces this function."""
@@ -276,6 +283,53 @@ class Attention(nn.Module):
             x_BTD, norm = norm(x_BTD), None
         x_BTHK = x_BTD.unflatten(2, (-1, self.head_width))
         return (x_BTHK if norm is None else norm(x_BTHK)).transpose(1, 2)
+
+
+LATENT_EPSILON = 1e-6  # of the norms of latents; `norm_epsilon` is not used for them
+
+
+class LatentAttention(Attention):
+    """Attention whose queries, keys and values come from narrow latents (DeepSeek-V2, Liu et al. 2024). A part of each
+    query and key is rotated, and that part of the keys is the same for all heads."""
+
+    def _add_projections(self, shape: Model) -> None:
+        latent, heads = shape.latent, shape.heads
+        self.widths = (shape.head_width - latent.rope, latent.rope, latent.value)
+        self.key_value_width = latent.key_value
+        self.share: Callable[[Tensor], Tensor] = _same  # keys of all heads, where ranks have different heads
+        if latent.query:
+            self.q_a_proj = Linear(shape.hidden, latent.query, bias=False)
+            self.q_a_layernorm = nn.RMSNorm(latent.query, eps=LATENT_EPSILON)
+            self.q_b_proj = Linear(latent.query, heads * shape.head_width, bias=False)
+        else:
+            self.q_proj = Linear(shape.hidden, heads * shape.head_width, bias=False)
+        self.kv_a_proj_with_mqa = Linear(shape.hidden, latent.key_value + latent.rope, bias=False)
+        self.kv_a_layernorm = nn.RMSNorm(latent.key_value, eps=LATENT_EPSILON)
+        self.kv_b_proj = Linear(latent.key_value, heads * (self.widths[0] + latent.value), bias=False)
+        self.o_proj = Linear(heads * latent.value, shape.hidden, bias=False)
+        self.has_query_latent = latent.query > 0
+
+    def project(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Attention.project`. Values are narrower."""
+        plain, rotated, value = self.widths
+        q_BTF = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x_BTD))) if self.has_query_latent else self.q_proj(x_BTD)
+        q_plain, q_rotated = self._heads(q_BTF).split((plain, rotated), dim=-1)
+        latent_BTL, k_rotated = self.kv_a_proj_with_mqa(x_BTD).split((self.key_value_width, rotated), dim=-1)
+        kv_BHTK = self.kv_b_proj(self.kv_a_layernorm(latent_BTL)).unflatten(2, (-1, plain + value)).transpose(1, 2)
+        k_plain, v_BHTV = kv_BHTK.split((plain, value), dim=-1)
+        q_rotated = rotate(_pairs_apart(q_rotated), cos_TK, sin_TK)
+        k_rotated = rotate(_pairs_apart(self.share(k_rotated))[:, None], cos_TK, sin_TK)
+        k_BHTK = torch.cat((k_plain, k_rotated.expand(-1, k_plain.shape[1], -1, -1)), dim=-1)
+        return torch.cat((q_plain, q_rotated), dim=-1), k_BHTK, v_BHTV
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _pairs_apart(x: Tensor) -> Tensor:
+    """Alternating pairs (2k, 2k + 1) in the places (k, k + K/2) that `rotate` reads."""
+    return torch.cat((x[..., ::2], x[..., 1::2]), dim=-1)
 
 
 class FeedForward(nn.Module):
@@ -333,7 +387,7 @@ class Layer(nn.Module):
         before, after = shape.preset.norms != "post", shape.preset.norms != "pre"
         self.kind = layer
         self.input_layernorm = norm_of(shape, shape.hidden) if before else None
-        self.self_attn = Attention(shape, layer)
+        self.self_attn = LatentAttention(shape, layer) if shape.preset.latent else Attention(shape, layer)
         self.post_attention_layernorm = norm_of(shape, shape.hidden)  # the name is that of two different places
         self.pre_feedforward_layernorm = norm_of(shape, shape.hidden) if before and after else None
         self.mlp: Mixture | FeedForward

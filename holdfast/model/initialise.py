@@ -114,7 +114,7 @@ def flops_per_token(model: Model, vocabulary: int, context: int | None = None) -
         multiplied += vocabulary * model.hidden
     length = context or model.context
     seen = sum(min(layer.window or length, length) for layer in model.layer_shapes())  # by a token, over all layers
-    return 6 * multiplied + 12 * seen * model.heads * model.head_width
+    return 6 * multiplied + 6 * seen * model.heads * (model.head_width + model.value_width)
 
 
 def _stream(name: str, seed: int, block: int) -> np.random.Generator:

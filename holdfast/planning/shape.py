@@ -38,6 +38,7 @@ class Architecture:
     output_bias: bool = False  # bias of the attention's output (gpt-oss)
     sinks: bool = False  # one number per head (gpt-oss)
     expert_bias: bool = False  # biases of experts and router (gpt-oss)
+    latent: tuple[int, int, int, int] | None = None  # widths of the latents and of a head's rotated part and values
     dense_layers: int = 0  # first layers without experts
     dense_ffn: int = 0  # their width
     windows: tuple[int, ...] = ()  # positions that a token sees at most, in each layer; empty: all
@@ -66,6 +67,7 @@ class Architecture:
             output_bias=model.biases == "qkvo",
             sinks=model.preset.sinks,
             expert_bias=model.experts > 1 and model.preset.activation == "clamped",
+            latent=tuple(model.latent.model_dump().values()) if model.preset.latent else None,
             dense_layers=model.dense_layers,
             dense_ffn=model.dense_width if model.dense_layers else 0,
             windows=windows if min(windows, default=model.context) < model.context else (),
@@ -94,6 +96,11 @@ class Architecture:
     @property
     def attention_weights(self) -> int:
         """Elements of a layer's attention matrices."""
+        if self.latent is not None:
+            query, key_value, rope, value = self.latent
+            queries = query * (self.hidden + self.query_width) if query else self.hidden * self.query_width
+            keys = self.hidden * (key_value + rope) + key_value * self.heads * (self.head_width - rope + value)
+            return queries + keys + self.heads * value * self.hidden
         return self.hidden * (2 * self.query_width + 2 * self.key_width)
 
     @property
@@ -109,7 +116,7 @@ class Architecture:
         biases += self.query_width + 2 * self.key_width if self.query_bias else 0
         biases += (self.hidden if self.output_bias else 0) + (self.heads if self.sinks else 0)
         normed = {"none": 0, "head": 2 * self.head_width, "whole": self.query_width + self.key_width}
-        norms = self.norms * self.hidden + normed[self.query_norm]
+        norms = self.norms * self.hidden + normed[self.query_norm] + sum(self.latent[:2] if self.latent else ())
         return norms + biases + self.router
 
     @property

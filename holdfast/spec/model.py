@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -26,6 +27,7 @@ Family = Literal[
     "gemma3_text",
     "gpt_oss",
     "glm4_moe",
+    "deepseek_v3",
 ]
 
 
@@ -46,6 +48,7 @@ class Preset:
     sinks: bool = False  # a learned score per head that takes attention away from all tokens
     scaled_embedding: bool = False  # embeddings are multiplied by the square root of the width
     local_rope: bool = False  # sliding layers rotate without scaling, by `rope_local_theta`
+    latent: bool = False  # queries, keys and values come from narrow latents, and pairs to rotate alternate
     fields: tuple[str, ...] = ()  # fields of the spec that not every family has
 
 
@@ -97,16 +100,17 @@ PRESETS: dict[str, Preset] = {
         shared="plain",
         fields=("head_dim", "rotary_fraction", "attention_bias", "query_key_norm"),
     ),
+    "deepseek_v3": Preset(mixture=True, router="sigmoid", shared="plain", latent=True, fields=("head_dim", "latent")),
 }
 MIXTURES = tuple(family for family, preset in PRESETS.items() if preset.mixture)
-DENSE_FIRST = ("dots1", "glm4_moe")  # families whose first layers may be dense, with groups of experts
+DENSE_FIRST = ("dots1", "glm4_moe", "deepseek_v3")  # families whose first layers may be dense, with groups of experts
 
 # kinds of scaling, and the fields that each one needs and may have
 ROPE_FIELDS: dict[str, tuple[str, ...]] = {
     "none": (),
     "linear": ("factor",),
     "llama3": ("factor", "low_frequency_factor", "high_frequency_factor", "original_context"),
-    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "truncate", "attention_factor"),
+    "yarn": ("factor", "original_context", "beta_fast", "beta_slow", "truncate", "attention_factor", "score_factor"),
     "longrope": ("factor", "original_context", "short_factors", "long_factors", "attention_factor"),
 }
 
@@ -152,6 +156,12 @@ class RopeScaling(Section):
         description="Factor of cosines and sines (kind: yarn or longrope). Default: the formula of the paper, from "
         "`factor`.",
     )
+    score_factor: float = Field(
+        0.0,
+        ge=0,
+        description="Attention scores are multiplied by the square of 0.1 × this × ln(`factor`) + 1 (kind: yarn; "
+        "deepseek_v3).",
+    )
     short_factors: tuple[PositiveFloat, ...] = Field(
         (),
         max_length=32_768,
@@ -168,7 +178,10 @@ class Routing(Section):
     top_k: int = Field(2, ge=1, le=10_000, description="Routed experts for each token.")
     normalise: bool = Field(True, description="The weights of a token's experts sum to 1. In `mixtral` they always do.")
     shared: int = Field(
-        0, ge=0, le=1000, description="Additional experts that process every token (qwen2_moe, dots1, glm4_moe)."
+        0,
+        ge=0,
+        le=1000,
+        description="Additional experts that process every token (qwen2_moe, dots1, glm4_moe, deepseek_v3).",
     )
     groups: int = Field(
         1,
@@ -177,15 +190,26 @@ class Routing(Section):
         description="Groups of experts. Only experts of the best groups are chosen (router of DeepSeek).",
     )
     top_groups: int = Field(1, ge=1, le=10_000, description="Groups whose experts a token may choose.")
-    scale: float = Field(1.0, gt=0, description="Factor of the results of routed experts (dots1 and glm4_moe).")
+    scale: float = Field(
+        1.0, gt=0, description="Factor of the results of routed experts (dots1, glm4_moe, deepseek_v3)."
+    )
     balance: Literal["auxiliary", "bias", "none"] = Field(
         "auxiliary",
         description="`auxiliary` adds the gradient of a loss on each sequence's imbalance between experts (Switch "
         "Transformer). `bias` changes the bias of each expert by `bias_step` after each step, toward equal load "
-        "(DeepSeek-V3). `bias` is for dots1 and glm4_moe, whose weights contain the biases.",
+        "(DeepSeek-V3). `bias` is for dots1, glm4_moe and deepseek_v3, whose weights contain the biases.",
     )
     coefficient: float = Field(0.01, ge=0, description="Weight of the imbalance of a layer (balance: auxiliary).")
     bias_step: float = Field(0.001, ge=0, description="Change of an expert's bias in one step (balance: bias).")
+
+
+class Latent(Section):
+    """Widths of attention with latents (deepseek_v3). `model.head_dim` is the width of a query or key."""
+
+    query: int = Field(1536, ge=0, le=1_000_000, description="Width of the latent of queries. 0: none.")
+    key_value: int = Field(512, ge=1, le=1_000_000, description="Width of the latent of keys and values.")
+    rope: int = Field(64, ge=2, le=65_536, description="The rotated part of `head_dim`, which all heads' keys share.")
+    value: int = Field(128, ge=1, le=65_536, description="Width of a head's values.")
 
 
 LARGEST_HEAD = 256  # the largest head width of the flash kernel, which computes attention in 16 bits on CUDA
@@ -243,6 +267,7 @@ class Model(Section):
         description="Kinds of layers, repeated: `full` attention, `sliding` with the window, or `no_rope` (full, "
         "without positions). Default: that of the family.",
     )
+    latent: Latent = Field(default_factory=Latent, description="Attention with latents (deepseek_v3).")
     query_scalar: float | None = Field(
         None,
         gt=0,
@@ -270,7 +295,10 @@ class Model(Section):
     )
     experts: int = Field(1, ge=1, le=10_000, description="Experts of each feed-forward layer; 1 is a dense model.")
     dense_layers: int = Field(
-        0, ge=0, le=1000, description="First layers without experts (dots1 and glm4_moe), of width `dense_ffn`."
+        0,
+        ge=0,
+        le=1000,
+        description="First layers without experts (dots1, glm4_moe, deepseek_v3), of width `dense_ffn`.",
     )
     dense_ffn: int | None = Field(
         None, ge=8, le=10_000_000, description="Width of the feed-forward layer in `dense_layers`. Default: `ffn`."
@@ -336,7 +364,23 @@ class Model(Section):
     @property
     def rotary_width(self) -> int:
         """The part of a head that is rotated."""
-        return int(self.head_width * self.rotary_fraction)
+        return self.latent.rope if self.preset.latent else int(self.head_width * self.rotary_fraction)
+
+    @property
+    def value_width(self) -> int:
+        """Width of a head's values."""
+        return self.latent.value if self.preset.latent else self.head_width
+
+    @property
+    def attention_scale(self) -> float | None:
+        """Factor of attention scores. None: that of the head's width."""
+        if self.query_scalar is not None:
+            return float(self.query_scalar**-0.5)
+        if not self.rope_scaling.score_factor:
+            return None
+        return float(
+            self.head_width**-0.5 * (0.1 * self.rope_scaling.score_factor * math.log(self.rope_scaling.factor) + 1) ** 2
+        )
 
     @property
     def normalised(self) -> bool:

@@ -26,6 +26,8 @@ TOKENS = torch.randint(0, 300, (3, 33), generator=torch.Generator().manual_seed(
 def mixture(family: str = "mixtral", **routing: object) -> Model:
     shared = {"shared": 2} if PRESETS[family].shared != "none" else {}
     window = {"sliding_window": 9} if family == "gpt_oss" else {}
+    if family == "deepseek_v3":
+        window = {"head_dim": 12, "latent": {"query": 10, "key_value": 14, "rope": 8, "value": 6}}
     return shape(family=family, experts=5, ffn=24, routing={"top_k": 3, **shared, **routing}, **window)
 
 

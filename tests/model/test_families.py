@@ -1,6 +1,7 @@
 """The supported model families: the same function as in `transformers`, for import, export and training."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ TOKENS = torch.randint(0, VOCABULARY, (2, CONTEXT), generator=torch.Generator().
 NOT_BALANCED = {"top_k": 2, "balance": "none"}
 YARN = {"kind": "yarn", "factor": 4.0, "original_context": 16, "beta_fast": 4.0}
 YARN_KEYS = {"factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 4.0, "beta_slow": 1.0}
+YARN_FACTOR = (0.1 * math.log(4.0) + 1) / (0.05 * math.log(4.0) + 1)
+LATENT = {"query": 10, "key_value": 14, "rope": 8, "value": 6}
 LLAMA3 = {"kind": "llama3", "factor": 8.0, "original_context": 16}
 
 # The model fields of a spec, and the names in `transformers`.
@@ -175,8 +178,48 @@ FAMILIES: dict[str, tuple[dict[str, object], dict[str, object]]] = {
             "num_nextn_predict_layers": 0,
         },
     ),
+    "deepseek_v3": (
+        {
+            "family": "deepseek_v3", "layers": 3, "experts": 8, "head_dim": 12, "dense_layers": 1, "dense_ffn": 56,
+            "latent": LATENT, "tie_embeddings": False, "rope_theta": 500.0,
+            "rope_scaling": {**YARN, "score_factor": 0.5, "attention_factor": YARN_FACTOR},
+            "routing": {**NOT_BALANCED, "shared": 1, "groups": 4, "top_groups": 2, "scale": 2.5},
+        },
+        {
+            "model_type": "deepseek_v3", "num_hidden_layers": 3, "n_routed_experts": 8, "num_key_value_heads": 4,
+            "q_lora_rank": 10, "kv_lora_rank": 14, "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 6,
+            "first_k_dense_replace": 1, "intermediate_size": 56, "moe_intermediate_size": 40, "n_group": 4,
+            "num_experts_per_tok": 2, "topk_group": 2, "num_nextn_predict_layers": 0,
+            "rope_parameters": {
+                "rope_type": "yarn", "rope_theta": 500.0, **YARN_KEYS, "mscale": 1.0, "mscale_all_dim": 0.5,
+            },
+        },
+    ),
+    "deepseek_v3, no latent of queries": (
+        {
+            "family": "deepseek_v3", "experts": 4, "head_dim": 12, "latent": {**LATENT, "query": 0},
+            "tie_embeddings": False, "routing": {**NOT_BALANCED, "shared": 1},
+        },
+        {
+            "model_type": "deepseek_v3", "n_routed_experts": 4, "num_key_value_heads": 4, "first_k_dense_replace": 0,
+            "q_lora_rank": None, "kv_lora_rank": 14, "qk_rope_head_dim": 8, "qk_nope_head_dim": 4, "v_head_dim": 6,
+            "moe_intermediate_size": 40, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+            "routed_scaling_factor": 1.0, "num_nextn_predict_layers": 0,
+        },
+    ),
 }  # fmt: skip
-NEW = ("olmo2", "olmo3", "smollm3", "phi3", "phi3, longrope", "gemma3_text", "gpt_oss", "glm4_moe")
+NEW = (
+    "deepseek_v3",
+    "deepseek_v3, no latent of queries",
+    "olmo2",
+    "olmo3",
+    "smollm3",
+    "phi3",
+    "phi3, longrope",
+    "gemma3_text",
+    "gpt_oss",
+    "glm4_moe",
+)
 
 
 def same_logits(name: str, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -387,7 +430,10 @@ def test_layers_for_other_purposes_are_not_read(tmp_path: Path) -> None:
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv is 8.0"),
         ("olmo3", {"rope_parameters": {"sliding_attention": {"rope_type": "yarn"}}}, "rope_type of sliding_attention"),
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "'longrope' without .*_factor"),
-        ("phi3", {"partial_rotary_factor": 0.4, "rope_parameters": None}, "partial_rotary_factor rotates 3 of 8"),
+        ("phi3", {"partial_rotary_factor": 0.4, "rope_parameters": None}, "a head rotates 3 of 8"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave is False; only True"),
+        ("deepseek_v3", {"num_key_value_heads": 2}, "num_key_value_heads is 2"),
         ("gpt_oss", {"swiglu_limit": 9.0}, "swiglu_limit is 9.0; only 7.0"),
         ("glm4_moe", {"n_group": 3}, "n_group is 3; 8 experts need groups of one size"),
         ("glm4_moe", {"topk_group": 5}, "topk_group is 5, of 4 groups"),

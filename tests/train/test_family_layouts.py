@@ -34,6 +34,11 @@ MODELS: dict[str, tuple[str, ...]] = {
         "model.dense_ffn=40", "model.attention_bias=true", "model.query_key_norm=true", "model.rotary_fraction=0.5",
         "model.routing={groups: 2, top_groups: 1, top_k: 2, shared: 1, scale: 2.5, balance: bias, bias_step: 0.01}",
     ),
+    "deepseek_v3": (
+        "model.family=deepseek_v3", "model.experts=4", "model.ffn=24", "model.layers=4", "model.dense_layers=1",
+        "model.head_dim=12", "model.kv_heads=4", "model.routing={shared: 1}",
+        "model.latent={query: 10, key_value: 14, rope: 8, value: 6}",
+    ),
 }  # fmt: skip
 TENSOR, CONTEXT, EXPERT = ("parallel.tensor=2",), ("parallel.context=2", FSDP), ("parallel.expert=2", FSDP)
 LAYOUTS: dict[str, tuple[tuple[str, ...], ...]] = {
@@ -44,6 +49,7 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], ...]] = {
     "gemma3_text": (TENSOR, STAGES, (*CONTEXT, "training.activation_checkpointing=full")),
     "gpt_oss": (TENSOR, STAGES, CONTEXT, EXPERT),
     "glm4_moe": (TENSOR, STAGES, EXPERT),
+    "deepseek_v3": (TENSOR, STAGES, CONTEXT),
 }
 ELASTIC = tuple((*MODELS[name], "training.determinism=elastic", "training.micro_batch=2") for name in (
     "gemma3_text", "gpt_oss",

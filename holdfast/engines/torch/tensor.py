@@ -29,7 +29,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from holdfast.model.decoder import Decoder, Layer, Mixture, WholeNorm
+from holdfast.model.decoder import Decoder, LatentAttention, Layer, Mixture, WholeNorm
 from holdfast.model.experts import Router
 from holdfast.model.token_logprobs import token_logprobs
 
@@ -49,6 +49,8 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
             if sinks is not None:  # of this rank's heads
                 own = distribute_tensor(sinks, mesh, [Shard(0)], src_data_rank=None)
                 layer.self_attn.sinks = nn.Parameter(own, requires_grad=sinks.requires_grad)
+            if isinstance(layer.self_attn, LatentAttention):
+                layer.self_attn.share = lambda keys: _Share.apply(keys, mesh)
             if mixture is not None:
                 mixture.gate.cut(mesh.size(), lambda counts: _added_up(counts, mesh))
     decoder.logprobs = partial(_shard_logprobs, decoder, mesh)  # type: ignore[method-assign]
@@ -68,15 +70,22 @@ def _attention_plan(layer: Layer) -> dict[str, ParallelStyle]:
     """Attention receives whole sequences. Each rank computes its own heads, and their sums are scattered along the
     sequence."""
     replicated = Replicate()
+    latent = isinstance(layer.self_attn, LatentAttention)
     plan: dict[str, ParallelStyle] = {
         "self_attn": PrepareModuleInput(
-            input_layouts=(SEQUENCE, None, None, None, None), desired_input_layouts=(replicated, None, None, None, None)
+            input_layouts=(SEQUENCE, None, None, None, None),
+            desired_input_layouts=(replicated, None, None, None, None),
+            use_local_output=latent,
         ),
-        "self_attn.q_proj": _ByRows(),
-        "self_attn.k_proj": _ByRows(),
-        "self_attn.v_proj": _ByRows(),
         "self_attn.o_proj": _ByColumns(output_layouts=SEQUENCE),
     }
+    split = ("q_proj", "q_b_proj", "kv_b_proj") if latent else ("q_proj", "k_proj", "v_proj")
+    alike = ("q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm")
+    for name, _ in layer.self_attn.named_children():
+        if name in split:
+            plan[f"self_attn.{name}"] = _ByRows()
+        elif name in alike:
+            plan[f"self_attn.{name}"] = _Alike()
     norms = [name for name, part in layer.named_children() if isinstance(part, nn.RMSNorm)]
     after = layer.post_feedforward_layernorm is not None  # then these two are added to the residual stream
     local = ("post_attention_layernorm", "post_feedforward_layernorm") if after else ()
@@ -151,6 +160,41 @@ class _OfParts(ParallelStyle):
         return module
 
 
+class _Alike(ParallelStyle):
+    """A matrix or norm of latents, which every rank computes alike for whole sequences. `ColwiseParallel` adds up the
+    gradients of its result, so the gradient of its weights is whole on every rank."""
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        before = module.get_parameter("weight")
+        weight = distribute_tensor(before, device_mesh, [Replicate()], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(weight, requires_grad=before.requires_grad))
+        if isinstance(module, nn.RMSNorm):
+            module.forward = lambda x: F.rms_norm(x, module.normalized_shape, _local(module.weight), module.eps)
+        else:
+            module.forward = lambda x: F.linear(x, _local(module.get_parameter("weight")))
+        return module
+
+
+def _local(weight: Tensor) -> Tensor:
+    assert isinstance(weight, DTensor)
+    return weight.to_local()
+
+
+class _Share(torch.autograd.Function):
+    """A value that all ranks have and each uses for its heads. Its gradient is the sum of theirs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mesh: DeviceMesh) -> Tensor:
+        """The same values."""
+        ctx.mesh = mesh
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """Add up the gradients."""
+        return _added_up(gradients[0], ctx.mesh), None
+
+
 def _project(x: Tensor, weight: Tensor) -> Tensor:
     return F.linear(x, _of_own_tokens(weight))
 
@@ -194,7 +238,7 @@ class _OfWholeWidth(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         assert isinstance(module, WholeNorm)
         weight = distribute_tensor(module.weight, device_mesh, [Shard(0)], src_data_rank=None)
-        module.register_parameter("weight", nn.Parameter(weight))
+        module.register_parameter("weight", nn.Parameter(weight, requires_grad=module.weight.requires_grad))
         module.add_up = lambda part: _Sum.apply(part, device_mesh)
         return module
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from holdfast.spec.errors import Problem
 from holdfast.spec.model import DENSE_FIRST, LARGEST_HEAD, LEAST_HIDDEN, MIXTURES, PRESETS, ROPE_FIELDS, Model, Routing
+from holdfast.spec.section import Section
 from holdfast.spec.tree import Spec
 
 # fields that only some families have (`Preset.fields`)
@@ -76,11 +77,18 @@ def check_model_family(spec: Spec) -> Iterator[Problem]:
     model = spec.model
     for field in _FAMILY_FIELDS:
         value = getattr(model, field)
-        if field in model.preset.fields or value == type(model).model_fields[field].default:
+        if field in model.preset.fields or value == type(model).model_fields[field].get_default(
+            call_default_factory=True
+        ):
             continue
         families = [name for name, preset in PRESETS.items() if field in preset.fields]
+        where = f"model.{field}"
+        if isinstance(value, Section):
+            plain = type(value)()
+            changed = next(name for name in type(value).model_fields if getattr(value, name) != getattr(plain, name))
+            where, value = f"{where}.{changed}", getattr(value, changed)
         yield Problem(
-            f"model.{field}",
+            where,
             value,
             f"is not part of model.family: {model.family}"
             + (", whose heads fill the width" if field == "head_dim" else ""),
@@ -107,6 +115,27 @@ def check_export_dtype(spec: Spec) -> Iterator[Problem]:
     if spec.model.export_dtype == "base" and spec.model.init_from is None:
         remedy = "use fp32 or bf16, or name weights in model.init_from"
         yield Problem("model.export_dtype", "base", "is the type of weights that are not named", remedy)
+
+
+def check_latent(spec: Spec) -> Iterator[Problem]:
+    """Widths of attention with latents fit together."""
+    model = spec.model
+    if not model.preset.latent:
+        return
+    if model.latent.rope % 2 or model.latent.rope >= model.head_width:
+        yield Problem(
+            "model.latent.rope",
+            model.latent.rope,
+            f"is odd, or not less than the head's width {model.head_width} (model.head_dim)",
+            f"use an even number below {model.head_width}, or a larger model.head_dim",
+        )
+    if model.key_value_heads != model.heads:
+        yield Problem(
+            "model.kv_heads",
+            model.kv_heads,
+            f"is not model.heads = {model.heads}, and every head has keys in model.family: {model.family}",
+            "remove it",
+        )
 
 
 def check_experts(spec: Spec) -> Iterator[Problem]:
@@ -158,7 +187,7 @@ def check_experts(spec: Spec) -> Iterator[Problem]:
             "bias",
             f"changes biases that weights of model.family: {model.family} do not have, so its export would choose "
             "different experts",
-            "use auxiliary, or family: dots1 or glm4_moe",
+            "use auxiliary, or family: dots1 or glm4_moe or deepseek_v3",
         )
 
 
