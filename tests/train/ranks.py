@@ -14,7 +14,7 @@ from torch import Tensor
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine
 from holdfast.launch.launches import claim_launch
-from holdfast.model.hub import weights_digest
+from holdfast.model.hub import first_weights_digest
 from holdfast.spec import Spec, run_id
 from holdfast.store import Store, open_store
 from tests.checkpoint.ranks import in_ranks
@@ -121,14 +121,14 @@ def needs_group(spec: Spec) -> bool:
 
 def launch(store: Store, spec: Spec, salt: str = "", *, replan: bool = False) -> int:
     """Record a launch as the launcher does."""
-    weights = weights_digest(spec.model.init_from)
+    weights = first_weights_digest(spec)
     assignment = Assignment.of(spec, identity_of(spec, salt), DATASET_ID, weights)
     return claim_launch(store, assignment.run_id, assignment.model_dump(mode="json"), replan=replan)
 
 
 def identity_of(spec: Spec, salt: str = "") -> str:
     """The run id, as the launcher computes it."""
-    return run_id(spec, DATASET_ID, salt, weights_digest(spec.model.init_from))
+    return run_id(spec, DATASET_ID, salt, first_weights_digest(spec))
 
 
 class _Stopper(logging.Handler):

@@ -32,7 +32,7 @@ PAIRS = (
     "training.preference.beta=0.5",
 )  # fmt: skip
 ODDS = ("training.objective=orpo",)
-REWARD = ("model.head=scalar",)
+REWARD = ("model.head=scalar", "training.preference.beta=0.1")
 LABELS = ("data.kind=unpaired", "training.preference.undesirable_weight=1.5")
 LORA = ("training.lora.rank=3", "training.lora.alpha=6", 'training.lora.targets=["q_proj", "v_proj", "down_proj"]')
 BETA, RATE, STEPS, CONTEXT = 0.5, 0.02, 3, 16
@@ -100,7 +100,7 @@ def loss_of(decoder: Decoder, before: Decoder, rows: Tensor, spec: Spec) -> Tens
     policy = torch.stack([log_probability(decoder, *answer) for answer in found])
     with torch.no_grad():
         judged = torch.stack([log_probability(before, *answer) for answer in found])
-    if spec.training.objective == "orpo":
+    if spec.training.objective.kind == "orpo":
         lengths = torch.tensor([int(counted[1:].sum()) for _, counted in found])
         mean = policy / lengths
         odds = mean - (-mean.expm1()).log()
