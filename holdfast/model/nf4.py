@@ -33,5 +33,6 @@ def quantise(matrix: Tensor) -> tuple[Tensor, Tensor]:
 def dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """The matrix that `quantise` stored, rounded to `dtype`."""
     codes = torch.tensor(CODES, device=packed.device)
-    index = torch.stack((packed >> 4, packed & 15), -1).flatten(1).int()
-    return (codes[index].unflatten(1, (-1, BLOCK)) * scale[..., None]).flatten(1).to(dtype)
+    values = codes[torch.stack((packed >> 4, packed & 15), -1).flatten(1).int()]
+    values.view(*scale.shape, BLOCK).mul_(scale[..., None])
+    return values.to(dtype)

@@ -10,16 +10,16 @@ The unit is bytes; `tests/planning` compares the totals with torch's counts on t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil
-from typing import Literal, Self
+from typing import Literal, NamedTuple, Self
 
 from holdfast.planning.hardware import Accelerator
 from holdfast.planning.layout import HOLDFAST, MEGATRON, Layout, State
 from holdfast.planning.schedule import in_flight
 from holdfast.planning.shape import Architecture
 from holdfast.spec.model import LONG_DOCUMENT
-from holdfast.spec.training import KEEPING, LOSS_CHUNK, Training
+from holdfast.spec.training import KEEPING, LOSS_CHUNK, Lora, Training
 
 FRAGMENTATION = 0.05  # of temporary memory: blocks of torch's caching allocator that fit no request
 SWAP_BUFFER, SWAP_GROUP = 16.0, 1e8  # bytes per element and elements in memory of a state on a disk (DeepSpeed)
@@ -44,6 +44,7 @@ class Practice:
     whole_update: bool = False  # all updates exist before the first is applied
     held_back: bool = False  # and the values that they change are copied first, to undo the update
     left_out: bool = False  # whole replicas keep the compression error of gradients (topk, powersgd)
+    lora: Lora = field(default_factory=Lora)  # adapters to frozen weights
     loss_chunk: int = LOSS_CHUNK  # tokens whose logits exist at a time
 
 
@@ -59,6 +60,7 @@ class Updates:
     elastic: bool = False  # elastic determinism
     judged: bool = False  # an update may be held back (training.anomalies)
     left_out: bool = False  # see Practice
+    lora: Lora = field(default_factory=Lora)
     loss_chunk: int = LOSS_CHUNK
 
     @classmethod
@@ -69,6 +71,7 @@ class Updates:
             elastic=training.determinism == "elastic",
             judged=training.anomalies.action != "stop" or training.anomalies.deviations is not None,
             left_out=training.gradient_compression in KEEPING,
+            lora=training.lora,
             loss_chunk=training.loss_chunk,
         )
 
@@ -87,6 +90,7 @@ def practice_here(precision: str, layout: Layout, kind: str, updates: Updates | 
         whole_update=whole_update,
         held_back=whole_update and (updates.judged or precision == "fp16"),
         left_out=errors,
+        lora=updates.lora,
         loss_chunk=updates.loss_chunk,
     )
 
@@ -181,7 +185,8 @@ def layer_activations(
         products = 2 * hidden + shape.met * shape.ffn * (2 if shape.gated else 1)
         per_token = hidden * stream + heads + statistics + products * size + routed
     else:
-        norms = shape.norms * hidden * stream * (1 if practice.fused_norm else 2) + 8
+        frozen = practice.lora.rank is not None  # the gradient of a norm's weights needs the normalized copy
+        norms = shape.norms * hidden * stream * (1 if practice.fused_norm or frozen else 2) + 8
         inputs = hidden * size * (5 if practice.autocast else 2)
         scores = (
             0.0 if practice.flash or kind == "selective" else (2 * size + shape.dropout) * shape.heads * shape.context
@@ -192,6 +197,8 @@ def layer_activations(
         heads += 2 * shape.key_width * size * (layout.context - 1)  # keys and values of the whole sequence
         feed_forward = wide * shape.ffn * size * shape.met
         per_token = norms + inputs + heads + statistics + scores + masks + feed_forward + routed
+    if kind != "full" and practice.lora.rank is not None:
+        per_token += practice.lora.rank * len(practice.lora.targets) * size  # results of their first matrices
     return per_token * _tokens(shape, layout)
 
 
@@ -241,10 +248,74 @@ def _head(shape: Architecture, layout: Layout, precision: str, practice: Practic
     kept = tokens * norm + 12.0 * whole  # with the sums of exponentials and the log-probabilities in fp32
     forward = logits * 8.0  # in fp32, and their exponentials
     backward = logits * (4.0 if precision == "fp32" else 4.0 + size)  # their gradient, also in 16 bits
-    backward += whole * shape.hidden * size + 4.0 * head  # gradients of the head's input and of its weights
-    if precision != "fp32":
-        backward += head * size  # of a chunk, or the sum in 16 bits
+    backward += whole * shape.hidden * size  # the gradient of the head's input
+    if practice.lora.rank is None:  # and of its weights; in 16 bits also of a chunk, or the sum
+        backward += 4.0 * head + (head * size if precision != "fp32" else 0.0)
     return kept, forward, backward
+
+
+STORED = {"fp32": 4.0, "bf16": 2.0, "nf4": 0.5 + 4 / 64}  # bytes of an element of a frozen matrix
+EXPANDING = 8.0  # bytes of an element while NF4 is expanded: indices and values
+
+
+class _Held(NamedTuple):
+    """The parameters of a rank and what is made of them. Bytes, if not said otherwise."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    trained: float  # elements, before sharding
+    sharded: float  # those elements of one rank
+    copies: float  # weights in 16 bits, cast once
+    layer: float  # elements of a layer that are gathered, as elements of the arithmetic
+    gradient: float  # elements of the largest gradient before it is scattered
+    expanded: float  # a frozen matrix that is being multiplied
+
+
+def _held(shape: Architecture, layout: Layout, precision: str, practice: Practice, stage: int) -> _Held:
+    size, state = BYTES[precision], practice.state
+    layers = -(-shape.layers // layout.pipeline)
+    dense, experts, ends = stage_parameters(shape, layout, stage)
+    shards = layout.shard * layout.context if layout.sharding != "none" else 1
+    full, part = layout.sharding == "full", layout.sharding != "none"
+    held = dense + ends + experts / layout.expert_shards(1)
+    sharded = (dense + ends) / shards + experts / layout.expert_shards(shards)
+    copies = size * (dense + experts + ends) if practice.autocast else 0.0
+    layer = (dense + experts) / layers
+    if practice.lora.rank is None:
+        whole = sharded if full else held
+        optimizer = state.optimizer * (sharded if part else held)
+        weights, gradients = state.weights * whole, state.gradients * whole
+        return _Held(weights, gradients, optimizer, held, sharded, copies, layer, max(layer, ends), 0.0)
+    base = practice.lora.base
+    matrices = layers * (shape.attention_weights + shape.expert_weights) / layout.tensor
+    adapters = layers * _adapter(shape, layout, practice.lora)
+    own, wide = shards if full else 1, dense - matrices + ends + adapters
+    stored = STORED[base] * matrices / (1 if base == "nf4" else own)
+    gathered = 0.0 if base == "nf4" else min(1.0, STORED[base] / size)
+    largest = shape.hidden * max(shape.query_width, shape.ffn) / layout.tensor
+    expanding = {"fp32": 0.0, "bf16": size if size > STORED["bf16"] else 0.0, "nf4": EXPANDING}
+    return _Held(
+        weights=stored + state.weights * wide / own,
+        gradients=state.gradients * adapters / own,
+        optimizer=state.optimizer * adapters / (shards if part else 1),
+        trained=adapters,
+        sharded=adapters / shards,
+        copies=size * ((matrices if base == "fp32" else 0.0) + ends + adapters) if practice.autocast else 0.0,
+        layer=(dense - matrices + adapters + gathered * matrices) / layers,
+        gradient=adapters / layers,
+        expanded=largest * expanding[base],
+    )
+
+
+def _adapter(shape: Architecture, layout: Layout, lora: Lora) -> float:
+    """Elements of a layer's adapters on one rank before sharding. Tensor parallelism splits one of their matrices."""
+    hidden, query, key, ffn, cut = shape.hidden, shape.query_width, shape.key_width, shape.ffn, layout.tensor
+    by_rows = {"q_proj": query, "k_proj": key, "v_proj": key, "gate_proj": ffn, "up_proj": ffn}
+    by_columns = {"o_proj": query, "down_proj": ffn}
+    elements = sum(hidden + by_rows[name] / cut for name in lora.targets if name in by_rows)
+    elements += sum(by_columns[name] / cut + hidden for name in lora.targets if name in by_columns)
+    return (lora.rank or 0) * elements
 
 
 def _stage(
@@ -259,34 +330,32 @@ def _stage(
     size, tokens = BYTES[precision], _tokens(shape, layout)
     stream = 4.0 if practice.autocast else size
     layers = -(-shape.layers // layout.pipeline)
-    dense, experts, ends = stage_parameters(shape, layout, stage)
+    _, experts, ends = stage_parameters(shape, layout, stage)
     shards = layout.shard * layout.context if layout.sharding != "none" else 1
-    held = dense + ends + experts / layout.expert_shards(1)
-    sharded = (dense + ends) / shards + experts / layout.expert_shards(shards)
     full, part = layout.sharding == "full", layout.sharding != "none"
-    state = practice.state
+    own_state = _held(shape, layout, precision, practice, stage)
+    held, sharded, copies = own_state.trained, own_state.sharded, own_state.copies
     offloaded_parts = offloaded(layout, accelerator)
-    weights = 0.0 if "weights" in offloaded_parts else state.weights * (sharded if full else held)
-    gradients = 0.0 if "gradients" in offloaded_parts else state.gradients * (sharded if full else held)
-    optimizer = 0.0 if "optimizer" in offloaded_parts else state.optimizer * (sharded if part else held)
+    weights = 0.0 if "weights" in offloaded_parts else own_state.weights
+    gradients = 0.0 if "gradients" in offloaded_parts else own_state.gradients
+    optimizer = 0.0 if "optimizer" in offloaded_parts else own_state.optimizer
 
     kept = layer_activations(shape, layout, precision, practice)
     everything = layer_activations(shape, layout, precision, practice, "none")
     flight = in_flight(layout, micro_batches, stage)
     recomputed = everything - kept if layout.checkpointing != "none" else 0.0
     within = max(tokens * 2 * shape.ffn * shape.met * size, attention_backward(shape, layout, precision, practice))
-    working = recomputed + within + tokens * 2 * shape.hidden * stream
+    working = recomputed + within + tokens * 2 * shape.hidden * stream + own_state.expanded
     ends_kept = forward = backward = 0.0
     if stage == layout.pipeline - 1:
         ends_kept, forward, backward = _head(shape, layout, precision, practice)
     ids = IDS * layout.micro_batch * shape.context * flight
 
-    copies = size * (dense + experts + ends) if practice.autocast else 0.0  # weights in 16 bits, cast once
     held_copies = copies if layout.checkpointing == "none" else copies / layers
-    layer = (dense + experts) / layers
+    layer = own_state.layer
     gathered_layers = layers if layout.keeps_gathered else 3  # layers with whole weights on this rank
     gathered = (
-        size * (ends + gathered_layers * layer) + (size + 4) * max(layer, ends)
+        size * (ends + gathered_layers * layer) + (size + 4) * own_state.gradient
         if full and (shards > 1 or "weights" in offloaded_parts)
         else 0.0
     )

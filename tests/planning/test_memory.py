@@ -42,6 +42,7 @@ LLAMA_8B = Model(
 
 def spec_of(layers: int = 4, micro_batch: int = 4, tied: bool = True, **training: str) -> Spec:
     masks, context = training.pop("masks", "false"), training.pop("context", "256")
+    start = ", init_from: x" if "lora" in training else ""
     model = (
         f"layers: {layers}, hidden: 192, heads: 6, kv_heads: 2, context: {context}, tie_embeddings: {str(tied).lower()}"
     )
@@ -51,7 +52,7 @@ def spec_of(layers: int = 4, micro_batch: int = 4, tied: bool = True, **training
         name: a
         store: s3://bucket/prefix
         data: {{sources: [{{uri: x}}], document_masks: {masks}}}
-        model: {{{model}}}
+        model: {{{model}{start}}}
         training: {{steps: 3, global_batch: 8, micro_batch: {micro_batch}{lines}}}
         """
     )
@@ -72,6 +73,8 @@ def measured(spec: Spec, vocabulary: int) -> int:
     engine = TorchEngine(Assignment.of(spec, "run", "dataset"), vocabulary, 3)
     rows = torch.arange(spec.training.global_batch * (spec.model.context + 1)) % vocabulary
     state = [box.data for box in engine.boxes()]
+    frozen = [each for part in engine._parts for each in (*part.parameters(), *part.buffers())]
+    state += [each.data for each in frozen if not each.requires_grad and each.shape[0] != spec.model.context]
     is_bad = (lambda loss, *_: loss.isinf()) if spec.training.anomalies.action != "stop" else None
     with Living(state) as live_tensors:
         engine.step(rows.view(spec.training.global_batch, -1), 1e-3, judge=is_bad)
@@ -82,6 +85,20 @@ def measured(spec: Spec, vocabulary: int) -> int:
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_the_memory_of_a_real_step_is_within_five_percent(checkpointing: str, precision: str) -> None:
     spec = spec_of(precision=precision, activation_checkpointing=checkpointing)
+    memory = planned(spec, VOCABULARY)
+    estimate = memory.total - memory.terms["fragmentation"]
+    assert estimate == pytest.approx(measured(spec, VOCABULARY), rel=BAR)
+
+
+@pytest.mark.parametrize(
+    ("base", "precision", "checkpointing"),
+    [("fp32", "fp32", "none"), ("bf16", "fp32", "full"), ("bf16", "bf16", "none"), ("nf4", "fp32", "none")],
+)
+def test_the_memory_of_a_real_step_of_adapters_is_within_five_percent(
+    base: str, precision: str, checkpointing: str
+) -> None:
+    lora = f"{{rank: 8, base: {base}}}"
+    spec = spec_of(8, 1, precision=precision, activation_checkpointing=checkpointing, lora=lora, context="64")
     memory = planned(spec, VOCABULARY)
     estimate = memory.total - memory.terms["fragmentation"]
     assert estimate == pytest.approx(measured(spec, VOCABULARY), rel=BAR)
