@@ -20,7 +20,7 @@ from holdfast.objectives.next_token import counted_tokens
 LEAST = 2.0**-20  # a bucket below this probability is rounding
 
 
-class Distillation:
+class TopKDistillation:
     """See `Objective`. The loss is the divergence plus the cross-entropy of the targets times a weight."""
 
     needs: ClassVar[frozenset[Need]] = frozenset({"teacher"})

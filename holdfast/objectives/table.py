@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from holdfast.objectives.distillation import Distillation
+from holdfast.objectives.distillation import TopKDistillation
 from holdfast.objectives.interface import Objective
 from holdfast.objectives.next_token import NextToken
 from holdfast.objectives.own import OwnObjective
@@ -30,7 +30,7 @@ def build_objective(name: ObjectiveName, training: Training) -> Objective:
     settings = training.preference
     builders: dict[ObjectiveName, Callable[[], Objective]] = {
         "next_token": NextToken,
-        "distillation": lambda: Distillation(training.distillation.hard_weight),
+        "distillation": lambda: TopKDistillation(training.distillation.hard_weight),
         "dpo": lambda: DirectPreference(settings.beta),
         "orpo": lambda: OddsRatio(settings.beta),
         "reward": RewardModel,

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from holdfast.dataset.vocabulary import ENDS, UNCOUNTED, UNDESIRABLE
 from holdfast.model.token_logprobs import IGNORED, likeliest_tokens, token_logprobs
-from holdfast.objectives.distillation import Distillation
+from holdfast.objectives.distillation import TopKDistillation
 from holdfast.objectives.interface import Objective, ObjectiveInputs, count_terms, metrics_of, weighted
 from holdfast.objectives.micro_batches import micro_batches
 from holdfast.objectives.preference import DirectPreference, OddsRatio, RewardModel
@@ -141,7 +141,7 @@ def distilled(student: Tensor, teacher: Tensor, targets: Tensor, top: int) -> Te
     theirs = likeliest.tokens.where(targets[..., None] != IGNORED, IGNORED)
     losses = -token_logprobs(student, eye, torch.cat((targets[..., None], theirs), -1))
     batch: Any = SimpleNamespace(targets=targets)
-    return Distillation(0.5).sums(ObjectiveInputs(losses, teacher=likeliest), batch) / (targets != IGNORED).sum()
+    return TopKDistillation(0.5).sums(ObjectiveInputs(losses, teacher=likeliest), batch) / (targets != IGNORED).sum()
 
 
 def test_a_distillation_from_the_whole_vocabulary_is_that_of_trl() -> None:
@@ -156,7 +156,7 @@ def test_a_distillation_from_the_whole_vocabulary_is_that_of_trl() -> None:
     torch.testing.assert_close(gradient, torch.tensor(record["1.0"]["gradient"]), rtol=0, atol=WITHIN)
     expected = torch.nn.functional.cross_entropy(student.flatten(0, 1), targets.flatten())
     assert float(cross_entropy) == pytest.approx(float(expected), abs=WITHIN)
-    assert weighted(Distillation(0.5), torch.stack((divergence, cross_entropy))) == divergence + 0.5 * cross_entropy
+    assert weighted(TopKDistillation(0.5), torch.stack((divergence, cross_entropy))) == divergence + 0.5 * cross_entropy
 
 
 def test_tokens_outside_the_likeliest_are_one_bucket_of_the_divergence() -> None:
