@@ -69,9 +69,9 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
     # A default that is written out makes no other run.
     fields["model"] |= {"kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width}
     fields["model"]["layer_pattern"] = list(model.layer_kinds)
-    own, _, teacher = first_weights.partition("+")
-    if own:
-        fields["model"]["init_from"] = own
+    start, _, teacher = first_weights.partition("+")
+    if start:
+        fields["model"]["init_from"] = start
     if teacher:
         fields["training"]["distillation"]["teacher"] = teacher
     if spec.training.optimizer.kind == "adamw":
