@@ -835,10 +835,10 @@ def _read_scaling(path: str, family: str, rope: Mapping[str, Any], settings: Map
         )
         if found.get("factor") is None and longest and original:
             found["factor"] = longest / original
-        scales = found.get("mscale"), found.get("mscale_all_dim")
-        if kind == "yarn" and found.get("attention_factor") is None and all(scales):
+        above, below = found.get("mscale"), found.get("mscale_all_dim")
+        if kind == "yarn" and found.get("attention_factor") is None and above and below:
             logarithm = 0.1 * math.log(max(found.get("factor") or 1, 1))
-            found["attention_factor"] = (scales[0] * logarithm + 1) / (scales[1] * logarithm + 1)
+            found["attention_factor"] = (above * logarithm + 1) / (below * logarithm + 1)
     keys = {field: _ROPE_KEYS[field] for field in ROPE_FIELDS[kind]}
     if missing := [key for field, key in keys.items() if found.get(key) is None and field not in _ROPE_OPTIONAL]:
         raise DataError(f"{path}: rope_type {shown(rope_type)} without {missing[0]}; add it")

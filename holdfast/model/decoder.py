@@ -172,6 +172,7 @@ class WholeNorm(Norm):
         """The same shape and data type."""
         if self.add_up is None:
             return super().forward(x)
+        assert self.eps is not None
         x_fp32 = x.float()
         mean = self.add_up(x_fp32.square().sum(-1, keepdim=True)) / self.normalized_shape[0]
         return (x_fp32 * torch.rsqrt(mean + self.eps) * _local(self.weight).float()).type_as(x)
@@ -245,7 +246,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[B, T, D] to [B, T, D]. `cache` has the positions before these. If there are any, T is 1."""
         q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, cos_TK.to(x_BTD.dtype), sin_TK.to(x_BTD.dtype))
-        attend = self.attend
+        attend: Callable[..., Tensor] = self.attend
         if cache is not None:
             attend = self._attend_one if cache.positions else self.attend
             k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
@@ -385,7 +386,6 @@ class Layer(nn.Module):
     def __init__(self, shape: Model, layer: LayerShape) -> None:
         super().__init__()
         before, after = shape.preset.norms != "post", shape.preset.norms != "pre"
-        self.kind = layer
         self.input_layernorm = norm_of(shape, shape.hidden) if before else None
         self.self_attn = LatentAttention(shape, layer) if shape.preset.latent else Attention(shape, layer)
         self.post_attention_layernorm = norm_of(shape, shape.hidden)  # the name is that of two different places
@@ -446,6 +446,7 @@ class Decoder(nn.Module):
         self.loss_chunk = CHUNK  # tokens whose logits exist at a time in the loss
         self.local_segments: Callable[[Segments], Any] = lambda segments: segments  # what attention on this rank takes
         self.add_up: Callable[[Tensor], Tensor] | None = None  # sums counts over the ranks with the other positions
+        self.layer_shapes = shape.layer_shapes()
         self.model = Trunk(shape, vocabulary)
         scalar = shape.head == "scalar"
         self.lm_head = None if shape.tie_embeddings or scalar else Linear(shape.hidden, vocabulary, bias=False)
@@ -465,15 +466,15 @@ class Decoder(nn.Module):
     def reset_buffers(self) -> None:
         """Fill the rotary tables. Call it after `to_empty()`, which leaves them undefined. Does nothing on meta."""
         if not self.cos_TK.is_meta:
-            shape, tables = self.shape, ("cos_TK", "sin_TK")
-            width = shape.rotary_width
-            values = rotary_tables(shape.context, width, shape.rope_theta, shape.rope_scaling)
+            shape, width = self.shape, self.shape.rotary_width
+            cos_TK, sin_TK = rotary_tables(shape.context, width, shape.rope_theta, shape.rope_scaling)
+            self.cos_TK.copy_(cos_TK)
+            self.sin_TK.copy_(sin_TK)
             if shape.preset.local_rope:
-                tables += ("local_cos_TK", "local_sin_TK")
                 theta = shape.rope_local_theta or shape.rope_theta
-                values += rotary_tables(shape.context, width, theta, RopeScaling())
-            for name, value in zip(tables, values, strict=True):
-                getattr(self, name).copy_(value)
+                cos_TK, sin_TK = rotary_tables(shape.context, width, theta, RopeScaling())
+                self.local_cos_TK.copy_(cos_TK)
+                self.local_sin_TK.copy_(sin_TK)
 
     def embed(self, tokens_BT: Tensor) -> Tensor:
         """The residual stream before the first layer."""
@@ -594,7 +595,7 @@ class Decoder(nn.Module):
         unevenness_B = None
         for index, layer in enumerate(self.model.layers):
             if layer is not None:
-                cos_TK, sin_TK = local if layer.kind.rope == "local" else main
+                cos_TK, sin_TK = local if self.layer_shapes[index].rope == "local" else main
                 x_BTD, load = layer(x_BTD, cos_TK, sin_TK, segments, cache[index] if cache else None)
                 if self.training and isinstance(layer.mlp, Mixture):
                     layer.mlp.gate.count(load)  # not within the layer, which may be computed twice

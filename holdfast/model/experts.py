@@ -153,7 +153,10 @@ class Matrices(NamedTuple):
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Matrices:
         """The same with changed tensors."""
-        return Matrices(*(change(part) if isinstance(part, Tensor) else part for part in self))
+        gate_up_bias, down_bias = (
+            None if bias is None else change(bias) for bias in (self.gate_up_bias, self.down_bias)
+        )
+        return Matrices(change(self.gate_up), change(self.down), gate_up_bias, down_bias, self.clamped)
 
 
 def grouped(x_SD: Tensor, ends_E: Tensor, weights: Matrices) -> Tensor:

@@ -41,6 +41,7 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     the same on all ranks."""
     for layer in decoder.model.layers:
         if layer is not None:
+            assert isinstance(layer, Layer)
             mixture = layer.mlp if isinstance(layer.mlp, Mixture) else None
             plan = _attention_plan(layer)
             plan |= _feed_forward_plan("mlp") if mixture is None else _mixture_plan(mixture)
@@ -169,7 +170,8 @@ class _Alike(ParallelStyle):
         weight = distribute_tensor(before, device_mesh, [Replicate()], src_data_rank=None)
         module.register_parameter("weight", nn.Parameter(weight, requires_grad=before.requires_grad))
         if isinstance(module, nn.RMSNorm):
-            module.forward = lambda x: F.rms_norm(x, module.normalized_shape, _local(module.weight), module.eps)
+            shape, eps = module.normalized_shape, module.eps
+            module.forward = lambda x: F.rms_norm(x, shape, _local(module.get_parameter("weight")), eps)  # type: ignore[method-assign]
         else:
             module.forward = lambda x: F.linear(x, _local(module.get_parameter("weight")))
         return module
