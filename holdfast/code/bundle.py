@@ -238,7 +238,7 @@ def _unpack(files: Sequence[CodeFile], folder: Path) -> None:
 
 def _is_intact(folder: Path, digest: str) -> bool:
     """Whether a folder has exactly the files of the bundle."""
-    files = []
+    files: list[CodeFile] = []
     for below, folders, names in os.walk(folder):
         if any((Path(below) / name).is_symlink() for name in (*folders, *names)) or len(files) > MAX_FILES:
             return False

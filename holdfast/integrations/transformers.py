@@ -59,7 +59,7 @@ def train(trainer: Trainer, *, state: Mapping[str, Any] | None = None) -> Any:
     return output
 
 
-class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
+class HoldfastCallback(TrainerCallback):
     """Restores at the beginning, seeds epochs and steps, and reports each step to the session."""
 
     def __init__(self, trainer: Trainer, current: ManagedSession, start: int, more: dict[str, Any]) -> None:

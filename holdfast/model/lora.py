@@ -82,7 +82,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def _expand(stored: tuple[Tensor, ...], dtype: torch.dtype) -> Tensor:
-    return stored[0].to(dtype) if len(stored) == 1 else nf4.dequantise(*stored, dtype)
+    return stored[0].to(dtype) if len(stored) == 1 else nf4.dequantise(stored[0], stored[1], dtype)
 
 
 class AdaptedLinear(FrozenLinear):

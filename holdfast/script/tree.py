@@ -109,8 +109,8 @@ def _plain(value: object, path: str, tensors: dict[str, torch.Tensor], depth: in
         if all(type(key) is str and not key.startswith(_TAG) for key, _ in items):
             return dict(items)
         return {f"{_TAG}map": [list(pair) for pair in items]}
-    if type(value) in (list, tuple):
-        rows = [_plain(item, f"{path}/{index}", tensors, depth + 1) for index, item in enumerate(value)]  # type: ignore[call-overload]
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        rows = [_plain(item, f"{path}/{index}", tensors, depth + 1) for index, item in enumerate(value)]
         return rows if type(value) is list else {f"{_TAG}tuple": rows}
     raise StateError(f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which is not saved; {_REMEDY}")
 

@@ -214,7 +214,7 @@ class TorchEngine:
         count = self._mesh.pipeline * STAGES_EACH[spec.parallel.schedule]
         chosen = spec.parallel.stages
         stages = split_layers(spec.model, vocabulary, count) if chosen is None else given_layers(chosen)
-        own = [
+        own: list[Decoder] = [
             Stage(spec.model, vocabulary, layers)
             for layers in stages[self._mesh.place(self._rank) :: self._mesh.pipeline]
         ]

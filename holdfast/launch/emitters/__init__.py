@@ -54,7 +54,7 @@ def training_job(
 ) -> Job:
     """The job that trains a run, as its launcher starts it for a launch that is recorded in the store."""
     module, own = "holdfast.rank.worker", code_arguments(spec.code, rank_functions(spec))
-    environment = {CLOUD: spec.cluster.spot} if spec.cluster.spot else {}
+    environment: dict[str, str] = {CLOUD: spec.cluster.spot} if spec.cluster.spot else {}
     if spec.train.script is not None:
         # What runs is on the command line, so write access to the store changes neither the code nor its arguments.
         module = "holdfast.script.process"

@@ -121,10 +121,10 @@ def _rates(device: torch.device, gang: Gang) -> Rates:
     wide = model["hidden"] // heads
     kind = torch.float32 if on_cpu else torch.bfloat16
     queries = torch.randn(batch, heads, length, wide, device=device).to(kind)
-    rows = Segments.of_rows(batch, length)
+    segments = Segments.of_rows(batch, length)
     seconds = _slowest(
         gang,
-        _seconds(device, lambda: packed_attention(queries, queries, queries, rows), 9),
+        _seconds(device, lambda: packed_attention(queries, queries, queries, segments), 9),
     )
     rates["attention"] = 2 * batch * heads * length * length * wide / seconds  # half of the scores are masked
     elements = 2**22 if on_cpu else 2**27
