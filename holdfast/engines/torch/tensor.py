@@ -39,7 +39,7 @@ SEQUENCE = Shard(1)  # of [B, T, D]
 def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
     """Split every matrix over `mesh`, which has one dimension. Every parameter becomes a DTensor on it. The loss is
     the same on all ranks."""
-    for layer in decoder.model.own_layers():
+    for layer in decoder.model.layers:
         if layer is not None:
             assert isinstance(layer, Layer)
             mixture = layer.mlp if isinstance(layer.mlp, Mixture) else None
