@@ -259,7 +259,7 @@ EXPANDING = 8.0  # bytes of an element while NF4 is expanded: indices and values
 
 
 class _Held(NamedTuple):
-    """The parameters of a rank and what is made of them. Bytes, if not said otherwise."""
+    """The parameters of a rank and what is made of them. Bytes, unless stated otherwise."""
 
     weights: float
     gradients: float
