@@ -69,6 +69,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
     # A default that is written out makes no other run.
     fields["model"] |= {"kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width}
     fields["model"]["layer_pattern"] = list(model.layer_kinds)
+    fields["model"]["dense_ffn"] = model.dense_ffn or model.ffn_width
     start, _, teacher = first_weights.partition("+")
     if start:
         fields["model"]["init_from"] = start

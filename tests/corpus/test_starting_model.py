@@ -41,6 +41,9 @@ SHAPES: dict[str, dict[str, Any]] = {
     "qwen3": {"kv_heads": 1, "head_dim": 16},
     "mixtral": {"experts": 4},
     "qwen2_moe": {"experts": 4, "routing": {"top_k": 3, "normalise": False, "shared": 2}},
+    "gemma3_text": {"head_dim": 16, "sliding_window": 16},
+    "gpt_oss": {"experts": 4, "head_dim": 16, "sliding_window": 16},
+    "glm4_moe": {"experts": 4, "head_dim": 16, "dense_layers": 1, "routing": {"top_k": 2, "shared": 1}},
     "dots1": {"experts": 4, "routing": {"top_k": 2, "shared": 1}},
 }  # fmt: skip
 
