@@ -25,7 +25,9 @@ def other_value(info, value: object, avoid: tuple[object, ...] = ()) -> object:
         more = {"a/b": "1"} if "huge pages" in (info.description or "") else {"more": "x"}
         return {**value, **more}  # type: ignore[dict-item]
     if is_list(kind) and get_origin(get_args(kind)[0]) is Literal:
-        return value[1:]  # type: ignore[index]
+        return (get_args(get_args(kind)[0])[-1],) if value is None else value[1:]  # type: ignore[index]
+    if is_list(kind) and "float" in str(get_args(kind)[0]):
+        return (1.5,)
     if is_list(kind):
         return (1, 3) if value is None else (*value, "more")  # type: ignore[misc]
     if get_origin(kind) is Literal:
