@@ -50,7 +50,6 @@ def export_files(
     chat_template: str | None = None,
     base: Base | None = None,
     dtype: str = "float32",
-    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> list[ExportFile]:
     """The files of a model, sorted by name, before any of them is generated. `base` has the settings of the tuned
     model. The weights are rounded once to `dtype`, a key of DTYPES.
@@ -61,7 +60,7 @@ def export_files(
     end_id = token_id(tokenizer_json, end_of_text)
     weights = published(shape, vocabulary)
     shapes = {name: shape_of(parts) for name, parts in weights.items()}
-    shards = _plan(shapes, max_shard_bytes, dtype)
+    shards = _plan(shapes, MAX_SHARD_BYTES, dtype)
 
     def read(name: str) -> Iterator[Tensor]:
         return (part for place in weights[name] for part in published_rows(name, place, rows))

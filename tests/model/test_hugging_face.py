@@ -149,10 +149,13 @@ def test_a_tied_checkpoint_may_repeat_the_head_if_it_is_the_embedding(tmp_path: 
     ("changes", "message"),
     [
         ({"architectures": ["MistralForCausalLM"]}, "not .'LlamaForCausalLM'. of llama; that is of model_type mistral"),
-        ({"architectures": ["OlmoForCausalLM"]}, "OlmoForCausalLM.*LlamaForCausalLM, .*Glm4MoeForCausalLM can be read"),
+        (
+            {"architectures": ["OlmoForCausalLM"]},
+            "OlmoForCausalLM.*LlamaForCausalLM, .*DeepseekV3ForCausalLM can be read",
+        ),
         (
             {"model_type": "olmo"},
-            "model_type is 'olmo'; only llama, mistral, qwen2, qwen3, mixtral, .*glm4_moe can be read",
+            "model_type is 'olmo'; only llama, mistral, qwen2, qwen3, mixtral, .*deepseek_v3 can be read",
         ),
         ({"model_type": "qwen3"}, "not .'Qwen3ForCausalLM'. of qwen3; that is of model_type llama"),
         ({"model_type": "qwen2", "architectures": None, "use_sliding_window": True}, "use_sliding_window is True"),

@@ -40,7 +40,7 @@ FOLDER = layout.exports(RUN)
 @pytest.fixture(autouse=True)
 def several_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set shards to a few tensors."""
-    monkeypatch.setattr(model_export.export_files, "__kwdefaults__", {"max_shard_bytes": 20_000})
+    monkeypatch.setattr(model_export, "MAX_SHARD_BYTES", 20_000)
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:
