@@ -18,6 +18,15 @@ NOT_FOR_RANKS = frozenset(
     """.split()
 )
 
+# The keys that a rank gets of the Secret `holdfast-secrets`, which may have any others: for the store, the Hub and the
+# collector of traces.
+SITE_KEYS_OF_RANKS = tuple(
+    """
+    AWS_ACCESS_KEY_ID AWS_SECRET_ACCESS_KEY AWS_SESSION_TOKEN AWS_REGION AWS_ENDPOINT_URL HF_TOKEN
+    OTEL_EXPORTER_OTLP_HEADERS OTEL_EXPORTER_OTLP_TRACES_HEADERS
+    """.split()
+)
+
 
 def for_ranks(environment: Mapping[str, str]) -> dict[str, str]:
     """The variables that the processes of a launch inherit."""

@@ -374,8 +374,9 @@ class Cluster(Section):
     )
     secrets: tuple[ObjectName, ...] = runtime_field(
         (SECRETS,),
-        "Kubernetes Secrets whose keys become environment variables of every step and rank. Only "
-        f"`{SECRETS}` may be missing. Ranks do not get the secrets of MLflow, KFP, the Model Registry and the webhook.",
+        "Kubernetes Secrets whose keys become environment variables of every step and rank. Of two with one key the "
+        f"last counts. Only `{SECRETS}` may be missing, and it is the last. A pod of ranks gets only its keys of S3, "
+        "the Hub and traces, and from other Secrets no key of MLflow, KFP, the Model Registry and the webhook.",
         max_length=64,
     )
     slice: str | None = runtime_field(

@@ -184,6 +184,8 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
      "use at most 5"),
     ("stages", {"parallel.pipeline": 8}, "parallel.pipeline", 8, "use at most 4"),
     ("nodes", {"cluster.nodes.min": 3, "cluster.nodes.max": 2}, "cluster.nodes.min", 3, "use at most 2"),
+    ("secrets", {"cluster.secrets": ["holdfast-secrets", "team"]}, "cluster.secrets", ["holdfast-secrets", "team"],
+     "name holdfast-secrets last"),
     ("slow node", {"cluster.stragglers": "exclude"}, "cluster.stragglers", "exclude", "use report"),
     ("tensor heads", {"parallel.tensor": 3, "parallel.processes": 3}, "model.heads", 4, "use a multiple of 3"),
     ("tensor kv", {"parallel.tensor": 4, "model.kv_heads": 2}, "model.kv_heads", 2, "use a multiple of 4"),

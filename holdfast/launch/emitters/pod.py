@@ -21,7 +21,7 @@ from holdfast.launch.exits import FILE_VARIABLE
 from holdfast.launch.interface import LEAVE_MARGIN, Job, changes_members, pods_of
 from holdfast.runtime import sealing
 from holdfast.runtime.environment import CACHE_VARIABLE, IMAGE_VARIABLE, cache_gib
-from holdfast.runtime.secrets import NOT_FOR_RANKS
+from holdfast.runtime.secrets import NOT_FOR_RANKS, SITE_KEYS_OF_RANKS
 from holdfast.spec.cluster import SECRETS, Cluster
 from holdfast.spec.engine_text import double_dollars
 from holdfast.spec.errors import Problem, SpecError
@@ -156,6 +156,22 @@ def sources(cluster: Cluster) -> list[dict[str, Any]]:
     ]
 
 
+def rank_sources(cluster: Cluster) -> list[dict[str, Any]]:
+    """The `envFrom` entries of a rank: all but the site's Secret, of which a rank gets only the keys of `site_keys`."""
+    return [source for source in sources(cluster) if source.get("secretRef", {}).get("name") != SECRETS]
+
+
+def site_keys(cluster: Cluster, variables: Container[str] = ()) -> list[dict[str, Any]]:
+    """The variables that a rank gets from the site's Secret, each by its name. Leaves out those in `variables`."""
+    if SECRETS not in cluster.secrets:
+        return []
+    return [
+        {"name": name, "valueFrom": {"secretKeyRef": {"name": SECRETS, "key": name, "optional": True}}}
+        for name in SITE_KEYS_OF_RANKS
+        if name not in variables
+    ]
+
+
 def withheld(variables: Container[str] = ()) -> list[dict[str, Any]]:
     """Empty variables for a rank's container, which override those of its sources: ranks get none of the secrets that
     only steps need. Leaves out those in `variables`."""
@@ -210,11 +226,12 @@ def _pod(job: Job, container: str, argv: Sequence[str]) -> dict[str, Any]:
         "name": container,
         "image": image(job),
         "command": list(argv),
-        "envFrom": sources(cluster),
+        "envFrom": rank_sources(cluster),
         "env": [
             *({"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in POD_FIELDS.items()),
             *_key_variable(job),
             *withheld(variables),
+            *site_keys(cluster, variables),
             *({"name": name, "value": double_dollars(value)} for name, value in sorted(variables.items())),
         ],
         "resources": resources(job),

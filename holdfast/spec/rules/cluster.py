@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from math import lcm
 
-from holdfast.spec.cluster import Cluster, StepPod, Steps, amount
+from holdfast.spec.cluster import SECRETS, Cluster, StepPod, Steps, amount
 from holdfast.spec.errors import Problem
 from holdfast.spec.rules.secrets import carries_secret, names_secret
 from holdfast.spec.training import KEEPING
@@ -325,6 +325,14 @@ def check_text_sizes(spec: Spec) -> Iterator[Problem]:
         if (size := sum(len(f"{name}{value}".encode()) for name, value in texts.items())) > MAX_ANNOTATIONS:
             message = f"are longer than Kubernetes allows ({MAX_ANNOTATIONS:,} bytes in all)"
             yield Problem(field, f"{size} bytes", message, "remove long texts, or keep them in a ConfigMap")
+
+
+def check_secret_order(spec: Spec) -> Iterator[Problem]:
+    """The site's Secret is the last one. Ranks get its keys by name, which override those of whole Secrets."""
+    names = spec.cluster.secrets
+    if SECRETS in names[:-1]:
+        message = f"names {SECRETS} before another Secret, and in ranks the keys of {SECRETS} override others"
+        yield Problem("cluster.secrets", list(names), message, f"name {SECRETS} last, or not at all")
 
 
 def check_reserved_environment(spec: Spec) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ import pytest
 from holdfast.launch.emitters import has_key, key_secret, objects_for, render, training_job, volcano
 from holdfast.launch.interface import Job
 from holdfast.launch.kubernetes.schemas import validate
-from holdfast.runtime.secrets import NOT_FOR_RANKS
+from holdfast.runtime.secrets import NOT_FOR_RANKS, SITE_KEYS_OF_RANKS
 from holdfast.spec import ExitCode, SpecError, parse_spec
 
 SPEC = """
@@ -98,10 +98,9 @@ def test_secrets_are_referred_to_and_bad_nodes_avoided(kind: str) -> None:
 def test_every_rank_sees_the_settings_of_the_place_its_secret_and_itself(kind: str) -> None:
     for template in pods(kind):
         (container,) = template["spec"]["containers"]
-        assert container["envFrom"] == [
-            {"configMapRef": {"name": "holdfast-settings", "optional": True}},
-            {"secretRef": {"name": "holdfast-secrets", "optional": True}},
-        ]
+        assert container["envFrom"] == [{"configMapRef": {"name": "holdfast-settings", "optional": True}}], (
+            "unknown keys of the site's Secret do not reach ranks"
+        )
         values = {entry["name"]: entry.get("value") for entry in container["env"]}
         for withheld in (*NOT_FOR_RANKS, "MLFLOW_TRACKING_PASSWORD", "HOLDFAST_WEBHOOK", "MODEL_REGISTRY_TOKEN"):
             assert values[withheld] == "", "this goes before what the Secret has"
@@ -109,6 +108,8 @@ def test_every_rank_sees_the_settings_of_the_place_its_secret_and_itself(kind: s
         fields.pop("HOLDFAST_NODE_RANK", None)  # see the test of the rendezvous
         key = {"name": "holdfast-0123456789abcdef-1-key", "key": "key"}
         assert fields.pop("HOLDFAST_LAUNCH_KEY") == {"secretKeyRef": key}
+        for name in SITE_KEYS_OF_RANKS:
+            assert fields.pop(name) == {"secretKeyRef": {"name": "holdfast-secrets", "key": name, "optional": True}}
         assert {name: value["fieldRef"]["fieldPath"] for name, value in fields.items()} == {
             "HOLDFAST_POD_NAME": "metadata.name",
             "HOLDFAST_POD_NAMESPACE": "metadata.namespace",
@@ -118,6 +119,10 @@ def test_every_rank_sees_the_settings_of_the_place_its_secret_and_itself(kind: s
     for template in pods(kind, "cluster.settings=mine", "cluster.secrets=[]"):
         (container,) = template["spec"]["containers"]
         assert container["envFrom"] == [{"configMapRef": {"name": "mine", "optional": True}}]
+        assert not {entry["name"] for entry in container["env"]} & set(SITE_KEYS_OF_RANKS)
+    for template in pods(kind, "cluster.environment={AWS_REGION: here}"):
+        entries = [entry for entry in template["spec"]["containers"][0]["env"] if entry["name"] == "AWS_REGION"]
+        assert entries == [{"name": "AWS_REGION", "value": "here"}], "the spec counts, and no name is there twice"
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -17,7 +17,7 @@ import yaml
 from holdfast.launch.accelerators import ray_image
 from holdfast.launch.choose import spares_refused
 from holdfast.launch.emitters import training_job
-from holdfast.launch.emitters.pod import kueue_labels, labels, pod_template, withheld
+from holdfast.launch.emitters.pod import kueue_labels, labels, pod_template, site_keys, sources, withheld
 from holdfast.launch.exits import FILE_VARIABLE
 from holdfast.launch.interface import Job
 from holdfast.pipelines.backends.pods import resources_of
@@ -103,7 +103,8 @@ def _template(job: Job, container: str) -> dict[str, Any]:
     (main,) = pod["containers"]
     del main["command"], pod["restartPolicy"]
     # The pod is not for one launch: actors report how its nodes ended. Steps run in it too, so no secret is withheld.
-    steps_need = withheld()
+    main["envFrom"] = sources(job.cluster)
+    steps_need = [*withheld(), *site_keys(job.cluster)]
     main["env"] = [
         variable for variable in main["env"] if variable["name"] != FILE_VARIABLE and variable not in steps_need
     ]
