@@ -115,16 +115,20 @@ def make_bundle(folder: Path, include: Sequence[str] = ()) -> Bundle:
     if not folder.is_dir():
         raise MissingError(f"{folder}: no such folder of code; name a file in an existing folder")
     problems: list[Problem] = []
-    files = list(_collect(folder, [CODE, LOCK_FILE, *include], problems))
-    size = sum(len(file.data) for file in files)
+    files, size = list[CodeFile](), 0
+    for file in _collect(folder, [CODE, LOCK_FILE, *include], problems):
+        files.append(file)
+        size += len(file.data)
+        if len(files) > MAX_FILES or size > MAX_BYTES:  # the rest is not read
+            break
     if len(files) > MAX_FILES:
-        problems.append(_refused(str(folder), f"has {len(files)} files of code, more than {MAX_FILES}", _LEAVE_OUT))
+        problems.append(_refused(str(folder), f"has more than {MAX_FILES:,} files of code", _LEAVE_OUT))
     if size > MAX_BYTES:
         largest = max(files, key=lambda file: len(file.data)).path
-        text = f"has {size:,} bytes of code, more than {MAX_BYTES:,}; the largest file is {largest}"
+        text = f"has more than {MAX_BYTES:,} bytes of code; the largest file is {largest}"
         problems.append(_refused(str(folder), text, _LEAVE_OUT))
     lock = next((file.data for file in files if file.path == LOCK_FILE), b"")
-    problems += locked_packages(lock.decode(errors="replace"))[1]
+    problems += locked_packages(lock.decode("utf-8-sig", errors="replace"))[1]
     if problems:
         raise SpecError(problems, str(folder))
     return Bundle(pack(files), tuple(file.path for file in files))
@@ -206,7 +210,6 @@ def fetch_code(store: Store, digest: str, cache: Path | None = None) -> Path:
                 require_packages(folder)
                 return folder
             log.warning("%s: was changed; it is unpacked again", folder)
-            _remove(folder)
         key = layout.code(digest)
         try:
             data = store.get(key, most=MAX_BYTES + MAX_LISTING)
@@ -220,7 +223,8 @@ def fetch_code(store: Store, digest: str, cache: Path | None = None) -> Path:
 
 
 def _unpack(files: Sequence[CodeFile], folder: Path) -> None:
-    """Write the files into a new folder, which appears when it is whole. Nothing in it is writable."""
+    """Write the files into a new folder, which appears when it is whole. Nothing in it is writable. A folder that was
+    changed is replaced: other processes may import from it."""
     partial = Path(tempfile.mkdtemp(prefix=f".{folder.name[:16]}-", dir=folder.parent))
     try:
         for file in files:
@@ -230,7 +234,13 @@ def _unpack(files: Sequence[CodeFile], folder: Path) -> None:
             path.chmod(0o555 if file.executable else 0o444)
         for below, _, _ in os.walk(partial):
             Path(below).chmod(0o555)
-        partial.rename(folder)
+        if folder.exists():
+            changed = Path(tempfile.mkdtemp(prefix=f".{folder.name[:16]}-", dir=folder.parent))
+            folder.rename(changed)
+            partial.rename(folder)
+            _remove(changed)
+        else:
+            partial.rename(folder)
     except BaseException:
         _remove(partial)
         raise
@@ -314,13 +324,14 @@ def _read(folder: Path, path: str, problems: list[Problem]) -> CodeFile | None:
     leave_out = f"name it in {IGNORE_FILE} if the run does not need it"
     if not full.resolve().is_relative_to(folder.resolve()):
         problems.append(_refused(path, "is a link out of the folder", f"copy the file into it, or {leave_out}"))
-    elif _names_secret(path):
+    elif _names_secret(path) or (full.is_symlink() and _names_secret(full.resolve().as_posix())):
         remedy = "pass secrets in the environment (docs/security.md), and rename the file or leave it out"
         problems.append(_refused(path, "has a name of secrets", remedy))
     elif (fault := _path_fault(path)) is not None:
         problems.append(_refused(path, fault, f"rename it, or {leave_out}"))
-    elif "/" not in path and path.endswith(".py") and (module := path.removesuffix(".py")) in _STANDARD:
-        message = f"has the name of Python's own module {module!r}, which it would replace"
+    elif (module := path.removesuffix(".py").removesuffix("/__init__")) in _STANDARD and path != module:
+        whose = "the" if module in _PACKAGES else "Python's own"
+        message = f"has the name of {whose} module {module!r}, which it would replace"
         problems.append(_refused(path, message, "rename it"))
     else:
         try:
@@ -338,7 +349,8 @@ def _read(folder: Path, path: str, problems: list[Problem]) -> CodeFile | None:
     return None
 
 
-_STANDARD = (sys.stdlib_module_names | {"holdfast", "torch", "numpy"}) - _UNUSED_MODULES
+_PACKAGES = frozenset({"holdfast", "torch", "numpy"})
+_STANDARD = (sys.stdlib_module_names | _PACKAGES) - _UNUSED_MODULES
 
 
 def _ignored(folder: Path) -> list[str]:

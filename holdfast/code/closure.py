@@ -3,26 +3,45 @@
 It is part of an identity: another loss is another run, and a new metric in the same file is not. It covers the
 top-level statements that the function reaches by name, in the order of the file, and whole files of the bundle that it
 imports. A file that does anything cleverer at its top level, such as `exec` or a call of a function it defines,
-counts as a whole. The digest is of text, because syntax trees differ between versions of Python.
+counts as a whole. Where source names no file, as with `importlib`, all files of the bundle count. The digest is of
+text, because syntax trees differ between versions of Python.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from blake3 import blake3
 
 from holdfast.spec.errors import MissingError
 
 # Names with which code reaches other code in a way that the syntax tree does not show.
-_DYNAMIC = frozenset(
-    "globals locals vars eval exec compile __import__ builtins importlib runpy setattr delattr getattr __builtins__ "
-    "__file__ inspect".split()
+_IMPORTING = frozenset(
+    "eval exec compile __import__ builtins importlib pkgutil runpy site __builtins__ __file__".split()
 )
+_DYNAMIC = _IMPORTING | frozenset("globals locals vars setattr delattr getattr inspect".split())
 _DYNAMIC_ATTRIBUTES = frozenset("__dict__ __globals__ __builtins__ __code__ __import__".split())
+_OF_SYS = frozenset("modules path meta_path path_hooks".split())  # attributes that decide what an import finds
+# Hooks that the definition of a class runs, in the class of another file as well.
+_HOOKS = re.compile(r"__init_subclass__|__set_name__|\bmetaclass\s*=\s*(?!(?:abc\.)?ABCMeta\b)")
+
+
+def source_text(data: bytes) -> str:
+    """The text of a file of code, as digests count it. Two contents never have the same text."""
+    return data.decode("utf-8-sig", errors="backslashreplace")
+
+
+def parse_source(text: str, path: str) -> ast.Module:
+    """The syntax tree of a file of code. Raises SyntaxError for every text that Python does not accept."""
+    try:
+        return ast.parse(text, path)
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise SyntaxError(str(error) or "is nested too deeply") from None
 
 
 def role_digest(files: Mapping[str, str], use: str) -> str:
@@ -35,11 +54,21 @@ def role_digest(files: Mapping[str, str], use: str) -> str:
     if name not in source.names:
         raise MissingError(f"{use}: {path} defines no {name}")
     text, imported = source.reached(name, files)
+    counts_whole = imported | ({path} if text == source.text else set())
+    if any(_names_no_file(files[file], file) for file in counts_whole):
+        imported = set(files)
     hasher = blake3()
     for part in (text, *(f"{file}\0{files[file]}" for file in sorted(imported - {path}))):
         data = part.encode()
         hasher.update(len(data).to_bytes(8, "little") + data)
     return hasher.hexdigest()
+
+
+class _Own(NamedTuple):
+    """The names of a file that are not those of other packages."""
+
+    names: set[str]
+    callables: set[str]  # those that may be functions or classes
 
 
 @dataclass(frozen=True)
@@ -53,7 +82,7 @@ class _File:
 
     @classmethod
     def of(cls, path: str, text: str) -> _File:
-        statements = tuple(ast.parse(text, path).body)
+        statements = tuple(parse_source(text, path).body)
         names: dict[str, frozenset[int]] = {}
         for number, statement in enumerate(statements):
             for name in _bound(statement):
@@ -74,12 +103,18 @@ class _File:
             return self.text, _imports_of(self.path, self.statements, files)
         effects = {path for path in _imports_of(self.path, self.statements, files) if not _has_no_effects(path, files)}
         imported = _imports_of(self.path, [self.statements[number] for number in sorted(wanted)], files)
-        lines = self.text.splitlines()
+        lines = re.split(r"\r\n|\r|\n", self.text)  # as Python counts them: `splitlines` knows more ends
         return "\n".join(_text(self.statements[number], lines) for number in sorted(wanted)), imported | effects
 
     def is_plain(self, files: Mapping[str, str]) -> bool:
         """Whether importing the file only defines names: no statement calls code of the bundle or changes anything."""
-        own = set(self.names) - _imported_names(self.path, self.statements, files)
+        if any(_HOOKS.search(text) for text in files.values()):
+            return False
+        names = set(self.names) - _imported_names(self.path, self.statements, files)
+        constants = {
+            name for name in names if all(_binds_constant(self.statements[number]) for number in self.names[name])
+        }
+        own = _Own(names, names - constants)
         return all(_only_defines(statement, own) for statement in self.statements)
 
 
@@ -129,20 +164,39 @@ def _names_in(statement: ast.stmt) -> set[str]:
     return names
 
 
-def _is_dynamic(statement: ast.stmt) -> bool:
-    for node in ast.walk(statement):
-        if isinstance(node, ast.Name) and node.id in _DYNAMIC:
-            return True
-        if isinstance(node, ast.Attribute) and (node.attr in _DYNAMIC_ATTRIBUTES or ast.unparse(node) == "sys.modules"):
-            return True
-        if isinstance(node, ast.Import) and any(alias.name.partition(".")[0] in _DYNAMIC for alias in node.names):
-            return True
-        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in _DYNAMIC:
+def _is_dynamic(tree: ast.AST, names: frozenset[str] = _DYNAMIC) -> bool:
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name():
+                found = node.id in names
+            case ast.Attribute():
+                found = node.attr in _DYNAMIC_ATTRIBUTES or (
+                    node.attr in _OF_SYS and isinstance(node.value, ast.Name) and node.value.id == "sys"
+                )
+            case ast.Import():
+                found = any(
+                    alias.name.partition(".")[0] in names or (alias.name == "sys" and alias.asname not in (None, "sys"))
+                    for alias in node.names
+                )
+            case ast.ImportFrom():
+                of_sys = node.module == "sys" and any(alias.name in {"*", *_OF_SYS} for alias in node.names)
+                found = of_sys or (node.module or "").partition(".")[0] in names
+            case _:
+                found = False
+        if found:
             return True
     return False
 
 
-def _only_defines(statement: ast.stmt, own: set[str]) -> bool:
+def _names_no_file(text: str, path: str) -> bool:
+    """Whether a file may import, read or run files of the bundle that its source does not name."""
+    try:
+        return _is_dynamic(parse_source(text, path), _IMPORTING)
+    except SyntaxError:
+        return False
+
+
+def _only_defines(statement: ast.stmt, own: _Own) -> bool:
     """Whether a top-level statement only binds names. It calls nothing of the file itself (`own`) when imported."""
     match statement:
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
@@ -157,22 +211,23 @@ def _only_defines(statement: ast.stmt, own: set[str]) -> bool:
         case ast.Expr():
             plain = isinstance(statement.value, ast.Constant)
         case ast.If():
-            plain = _is_main_or_typing(statement.test)
+            rest = all(_only_defines(inner, own) for inner in statement.orelse)
+            plain = _is_main_or_typing(statement.test) and rest
         case _:
             plain = isinstance(statement, ast.Import | ast.Pass)
     return plain
 
 
-def _definition_is_plain(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, own: set[str]) -> bool:
+def _definition_is_plain(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, own: _Own) -> bool:
     """Whether a definition calls nothing of the file when it is imported: in decorators, defaults and class bodies."""
     evaluated: list[ast.expr] = []
     for decorator in statement.decorator_list:
-        if isinstance(decorator, ast.Name | ast.Attribute) and _root(decorator) in own:
+        if isinstance(decorator, ast.Name | ast.Attribute) and _root(decorator) in own.names:
             return False  # a decorator is called
         evaluated.append(decorator)
     if isinstance(statement, ast.ClassDef):
         evaluated += [*statement.bases, *(keyword.value for keyword in statement.keywords)]
-        if any(_root(base) in own for base in statement.bases) and statement.keywords:
+        if any(_root(base) in own.names for base in statement.bases) and statement.keywords:
             return False
         if not all(_only_defines(inner, own) for inner in statement.body):
             return False
@@ -181,12 +236,16 @@ def _definition_is_plain(statement: ast.FunctionDef | ast.AsyncFunctionDef | ast
     return all(_calls_are_foreign(value, own) for value in evaluated)
 
 
-def _calls_are_foreign(value: ast.expr, own: set[str]) -> bool:
-    """Whether all calls of an expression are of builtins or of imported packages."""
+def _calls_are_foreign(value: ast.expr, own: _Own) -> bool:
+    """Whether all calls of an expression are of builtins or of imported packages, which get no function of the file
+    that they could call."""
     if any(isinstance(node, ast.NamedExpr | ast.Await | ast.Yield | ast.YieldFrom) for node in ast.walk(value)):
         return False
     calls = [node for node in ast.walk(value) if isinstance(node, ast.Call)]
-    return all((root := _root(call.func)) is not None and root not in own for call in calls)
+    given = (node for call in calls for value in (*call.args, *call.keywords) for node in ast.walk(value))
+    if any(isinstance(node, ast.Lambda) or getattr(node, "id", None) in own.callables for node in given):
+        return False
+    return all((root := _root(call.func)) is not None and root not in own.names for call in calls)
 
 
 def _root(value: ast.expr) -> str | None:
@@ -198,6 +257,14 @@ def _root(value: ast.expr) -> str | None:
     return type(value.value).__name__ if isinstance(value, ast.Constant) else None
 
 
+def _binds_constant(statement: ast.stmt) -> bool:
+    """Whether a top-level statement assigns a value that can be no function of the file."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return False
+    nodes = ast.walk(statement.value) if statement.value is not None else ()
+    return not any(isinstance(node, ast.Lambda | ast.Name | ast.Attribute) for node in nodes)
+
+
 def _is_name(target: ast.expr) -> bool:
     if isinstance(target, ast.Tuple | ast.List):
         return all(map(_is_name, target.elts))
@@ -207,7 +274,7 @@ def _is_name(target: ast.expr) -> bool:
 def _is_main_or_typing(test: ast.expr) -> bool:
     """Whether a condition is `__name__ == "__main__"` or TYPE_CHECKING: its body does not run on import."""
     if isinstance(test, ast.Compare) and isinstance(test.left, ast.Name) and test.left.id == "__name__":
-        return len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq)
+        return ast.unparse(test) == "__name__ == '__main__'"
     return (test.id if isinstance(test, ast.Name) else getattr(test, "attr", "")) == "TYPE_CHECKING"
 
 
@@ -240,7 +307,7 @@ def _imports_of_file(path: str, files: Mapping[str, str], known: set[str] | None
     while waiting:
         current = waiting.pop()
         try:
-            statements = ast.parse(files[current], current).body
+            statements = parse_source(files[current], current).body
         except SyntaxError:
             continue
         for statement in statements:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from holdfast.code.closure import parse_source
 from holdfast.spec.errors import UserCodeError, causes
 
 _loaded: dict[str, Path] = {}  # name of a module of user code -> the folder that it comes from
@@ -25,9 +26,9 @@ def check_function(files: Mapping[str, str], use: str, given: int, arguments: Ma
     if path not in files:
         return f"names the file {path}, which does not exist"
     try:
-        tree = ast.parse(files[path], path)
+        tree = parse_source(files[path], path)
     except SyntaxError as error:
-        return f"names {path}, which is not valid Python: line {error.lineno}: {error.msg}"
+        return f"names {path}, which is not valid Python: line {error.lineno or 1}: {error.msg}"
     found = [statement for statement in tree.body if name == getattr(statement, "name", None)]
     functions = [statement for statement in found if isinstance(statement, ast.FunctionDef)]
     if not functions:

@@ -40,7 +40,7 @@ def require_packages(folder: Path) -> None:
     lock = folder / LOCK_FILE
     if not lock.is_file():
         return
-    versions, problems = locked_packages(lock.read_text(encoding="utf-8", errors="replace"))
+    versions, problems = locked_packages(lock.read_text(encoding="utf-8-sig", errors="replace"))
     for name, wanted in versions.items():
         try:
             installed = version(name)

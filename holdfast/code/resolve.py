@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.code.bundle import Bundle, digest_of, fetch_code, make_bundle, publish, read_bundle, require_digest
-from holdfast.code.closure import role_digest
+from holdfast.code.closure import role_digest, source_text
 from holdfast.code.load import check_function, load_function
 from holdfast.runtime.environment import cache_dir, make_folder
 from holdfast.spec.errors import DataError, MissingError, Problem, SpecError
@@ -71,7 +71,7 @@ def _missing(each: Named, place: Path) -> Problem:
 
 
 def _texts(files: Sequence[Any]) -> dict[str, str]:
-    return {file.path: file.data.decode(errors="replace") for file in files if file.path.endswith(".py")}
+    return {file.path: source_text(file.data) for file in files if file.path.endswith(".py")}
 
 
 def _with_digests(spec: Spec, named: Sequence[Named], files: Mapping[str, str], code: str) -> Spec:
@@ -188,7 +188,7 @@ def bind(function: Function, folder: str = "") -> Callable[..., Any]:
     if not folder and not _entered:
         raise DataError(f"{function.use}: no code was loaded for it; submit the spec from its folder")
     root = Path(folder) if folder else _entered[0]
-    texts = {file.relative_to(root).as_posix(): file.read_text(errors="replace") for file in root.rglob("*.py")}
+    texts = {file.relative_to(root).as_posix(): source_text(file.read_bytes()) for file in root.rglob("*.py")}
     if role_digest(texts, function.use) != function.digest:
         raise DataError(f"{function.use}: its source is not the one of the run's identity; submit the spec again")
     return partial(load_function(root, function.use), **function.keywords)

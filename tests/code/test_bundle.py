@@ -132,14 +132,36 @@ def test_a_bundle_is_unpacked_once_and_nothing_else_runs_under_its_digest(folder
         ("api_key.txt", "x", "name of secrets"),
         ("keys.py", "token = 'hf_" + "a1" * 17 + "'", "looks like a key, in line 1"),
         ("queue.py", "x = 1", "Python's own module 'queue'"),
+        ("queue/__init__.py", "x = 1", "Python's own module 'queue'"),
+        ("torch/__init__.py", "x = 1", "the module 'torch'"),
         ("a\tb.py", "x = 1", "not every system keeps"),
     ],
 )
 def test_what_may_not_travel_is_refused_by_name(folder: Path, name: str, content: str, says: str) -> None:
+    (folder / name).parent.mkdir(exist_ok=True)
     (folder / name).write_text(content)
     with pytest.raises(SpecError, match=says) as refused:
         make_bundle(folder, ["*.txt", ".env", "*.pem"])
     assert refused.value.exit_code == 10
+
+
+def test_a_link_to_a_file_of_secrets_is_refused(folder: Path) -> None:
+    (folder / ".env").write_text("X=1")
+    (folder / "words.txt").symlink_to(folder / ".env")
+    with pytest.raises(SpecError, match="name of secrets"):
+        make_bundle(folder, ["*.txt"])
+
+
+def test_no_more_is_read_than_a_bundle_can_hold(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reads: list[Path] = []
+    for number in range(9):
+        (folder / f"part{number}.py").write_text("x = 1\n")
+    read = bundle.read_file_bounded
+    monkeypatch.setattr(bundle, "read_file_bounded", lambda path, most: (reads.append(path), read(path, most))[1])
+    monkeypatch.setattr(bundle, "MAX_FILES", 3)
+    with pytest.raises(SpecError, match="more than 3 files of code"):
+        make_bundle(folder)
+    assert len(reads) == 4
 
 
 def test_links_out_of_the_folder_and_too_much_code_are_refused(

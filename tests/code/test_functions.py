@@ -93,6 +93,11 @@ def test_other_source_is_not(path: str, old: str, new: str) -> None:
         "class Held:\n    value = inner(1)",
         "def late(x=inner(1)): pass",
         "int = float",
+        "kept = list(map(inner, [1]))",
+        "class Held:\n    def __init_subclass__(cls): pass",
+        "class Kind(type): pass\nclass Held(metaclass=Kind): pass",
+        "if __name__ == '__main__': pass\nelse: print(1)",
+        "if __name__ == 'mine': pass",
     ],
 )
 def test_a_file_that_does_more_than_define_names_counts_as_a_whole(clever: str) -> None:
@@ -107,6 +112,27 @@ def test_an_import_that_is_not_reached_counts_where_it_has_effects() -> None:
     files = {**FILES, "parts/words.py": "import torch\ntorch.manual_seed(3)\n"}
     reseeded = {**files, "parts/words.py": "import torch\ntorch.manual_seed(4)\n"}
     assert role_digest(files, "mine.py:focal") != role_digest(reseeded, "mine.py:focal")
+
+
+@pytest.mark.parametrize(
+    "reaching",
+    [
+        "from importlib import import_module\n\ndef focal(x):\n    return import_module('other').x",
+        "from sys import modules\n\ndef focal(x):\n    return modules",
+        "from helper import by_name\n\ndef focal(x):\n    return by_name('other')",
+    ],
+)
+def test_all_files_count_where_source_does_not_name_what_it_imports(reaching: str) -> None:
+    helper = "import runpy\n\ndef by_name(x):\n    return runpy.run_module(x)\n"
+    files = {**FILES, "mine.py": reaching, "helper.py": helper}
+    other = {**files, "other.py": "x = 2\n"}
+    assert role_digest(files, "mine.py:focal") != role_digest(other, "mine.py:focal")
+
+
+def test_lines_are_counted_as_python_counts_them() -> None:
+    text = "EPS = 1\n\x0c\n\x0c\nTEXT = '\u2028'\n\ndef focal(x):\n    y = 1\n    z = 2\n    return x * 3\n"
+    files, other = {"mine.py": text}, {"mine.py": text.replace("x * 3", "x * 4")}
+    assert role_digest(files, "mine.py:focal") != role_digest(other, "mine.py:focal")
 
 
 def test_a_missing_function_has_no_digest() -> None:

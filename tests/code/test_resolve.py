@@ -51,6 +51,16 @@ CHANGES = {
 }
 
 
+def test_files_with_any_line_ends_and_a_byte_order_mark_have_one_digest_here_and_there(
+    make_spec_file: MakeFile, tmp_path: Path
+) -> None:
+    code = ("\ufeff" + MINE + "\neval('1')  # counts as a whole\n").replace("\n", "\r\n")
+    spec, store = load_spec(make_spec_file(code, **ALL)), open_store(f"file://{tmp_path}/store")
+    publish_code(spec, store)
+    enter_code(store, spec.code)
+    assert bind(spec.training.objective).keywords == {"gamma": 2.0}
+
+
 @pytest.mark.parametrize("what", CHANGES)
 def test_changed_source_changes_the_identity_of_its_role_and_no_other(
     what: str, make_spec_file: MakeFile, sections: dict[str, Any]
