@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["Measured", "Verdict", "key_against", "reached_against", "require_tasks", "settings_key"]
 
 
-def require_tasks(tasks: Sequence[Task]) -> None:
-    """Check the tasks of a spec. Raises MissingError or DataError for a task that cannot be scored. See `tasks`."""
+def require_tasks(tasks: Sequence[Task], context: int) -> None:
+    """Check the tasks of a spec, for a model of this context. See `tasks`. Raises MissingError or DataError for a task
+    that cannot be scored."""
     if tasks:
         from holdfast.scoring import tasks as downstream
 
-        downstream.require_tasks(tasks)
+        downstream.require_tasks(tasks, context)

@@ -90,13 +90,14 @@ class _Described:
     text: str
 
 
-def require_tasks(tasks: Sequence[Task]) -> None:
-    """Check tasks before the training, as far as that is possible without a model. Reads no data.
+def require_tasks(tasks: Sequence[Task], context: int) -> None:
+    """Check tasks before the training, for a model of this context, as far as that is possible without a model. Reads
+    no data.
 
     Raises MissingError or DataError for a task that cannot be scored.
     """
     for task in tasks:
-        _describe(task)
+        _require_answer_length(_describe(task).config, task.uri, context)
     if tasks and find_spec("lm_eval") is None:
         raise MissingError(f"{NEEDS_LIBRARY} (there is no module lm_eval)")
 
@@ -122,7 +123,7 @@ def _describe(task: Task) -> _Described:
     raw = store.get(name)
     try:
         config = yaml.safe_load(raw)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a number with thousands of digits
         raise DataError(
             f"evaluation.tasks: {task.uri} is no plain YAML ({str(error).splitlines()[0]}): `!function` runs Python "
             "that the file brings, so it is refused; write the prompt as a template"
@@ -153,6 +154,21 @@ def _describe(task: Task) -> _Described:
     return _Described(
         config, store, files, _sizes(store, sorted(set(_names(files))), task.uri), raw.decode(errors="backslashreplace")
     )
+
+
+def _require_answer_length(config: Mapping[str, Any], uri: str, context: int) -> None:
+    """Raise DataError if a task wants longer generated answers than a context of tokens, or an invalid length."""
+    settings = config.get("generation_kwargs") or {}
+    if not isinstance(settings, dict):
+        raise DataError(f"evaluation.tasks: {uri}: generation_kwargs is {str(settings)[:40]!r}; use fields and values")
+    tokens = settings.get("max_gen_toks", 1)
+    if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= context:
+        is_long = isinstance(tokens, int) and tokens.bit_length() > 128  # Python refuses to print the longest ones
+        shown = "too large" if is_long else str(tokens)[:40]
+        raise DataError(
+            f"evaluation.tasks: {uri}: generation_kwargs.max_gen_toks is {shown}; "
+            f"use a whole number from 1 to {context:,}, the model's context"
+        )
 
 
 def _names(files: Any) -> Iterator[str]:
@@ -213,6 +229,7 @@ def _score(decoder: Decoder, tokenizer: Tokenizer, found: TaskFiles) -> TaskScor
         raise MissingError(f"{NEEDS_LIBRARY} ({error})") from error
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
     task, name = found.task, found.name
+    _require_answer_length(found.config, task.uri, decoder.shape.context)
     utils.env = cast("Any", _Environment(f"evaluation.tasks: {task.uri}"))
     with temporary_folder("task") as folder, ConsoleProgress() as progress:
         local = {file_name: _fetch(found, file_name, Path(folder)) for file_name in found.contents}

@@ -16,6 +16,7 @@ from holdfast.scoring.tasks import (
     Content,
     find_task,
     likelihoods,
+    require_tasks,
     score_tasks,
 )
 from holdfast.spec.errors import DataError, MissingError
@@ -132,6 +133,32 @@ def test_a_task_that_fetches_or_runs_other_code_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=words):
         find_task(write(tmp_path, {**CHOICES, **changes}))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shown"),
+    [
+        ("1000000000000", "1000000000000"),
+        (f"0x{'f' * 5000}", "too large"),
+        ("65", "65"),
+        ("0", "0"),
+        ("'9'", "9"),
+        ("true", "True"),
+        ("null", "None"),
+    ],
+    ids=["huge", "unprintable", "above", "zero", "text", "bool", "null"],
+)
+def test_a_task_cannot_want_answers_beyond_the_context_of_the_model(tmp_path: Path, tokens: str, shown: str) -> None:
+    task = write(tmp_path, {**CHOICES, "generation_kwargs": {"max_gen_toks": "TOKENS"}})
+    path = Path(task.uri)
+    path.write_text(path.read_text().replace("TOKENS", tokens))
+    built, tokenizer = decoder(shape(context=64)), Tokenizer.from_str(tokenizer_json())
+    for check in (
+        lambda: require_tasks([task], 64),
+        lambda: score_tasks(built, tokenizer, [find_task(task)]),
+    ):
+        with pytest.raises(DataError, match=rf"max_gen_toks is {shown}; use a whole number from 1 to 64, the model's"):
+            check()
 
 
 def test_python_of_a_task_file_is_not_run(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ __all__ = ["Divided", "run"]
 def run(spec: Spec, store: Store, shares: int = 0) -> Divided:
     """Divide the corpus of a spec. See `holdfast.corpus.divide`."""
     with recorded_step(store, os.environ.get(RUN_ID, ""), "divide") as ended:
-        require_tasks(spec.evaluation.tasks)  # fail before the work if a task is missing
+        require_tasks(spec.evaluation.tasks, spec.model.context)  # fail before the work if a task is missing
         divided = divide(spec, store, shares)
         ended(divided.division)
     return divided

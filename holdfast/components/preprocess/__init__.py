@@ -22,7 +22,7 @@ def run(spec: Spec, store: Store, progress: Progress | None = None, division: st
     """Prepare the dataset of a spec, or join the tokenized shares of a `division`. See `holdfast.corpus.prepare`.
     Its events belong to the run in HOLDFAST_RUN_ID, if set, because a dataset belongs to no run."""
     with recorded_step(store, os.environ.get(RUN_ID, ""), "preprocess") as ended:
-        require_tasks(spec.evaluation.tasks)  # fail before the work if a task is missing
+        require_tasks(spec.evaluation.tasks, spec.model.context)  # fail before the work if a task is missing
         prepared = prepare(spec, store, progress, division)
         ended(prepared.dataset_id)
     return prepared

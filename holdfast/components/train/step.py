@@ -281,7 +281,7 @@ def _require_evaluation(spec: Spec, dataset: Dataset) -> None:
     """Check before any cost that the model can be evaluated. Raises DataError or MissingError without enough validation
     text or without a task's file."""
     dataset.validation(spec.model.context, spec.evaluation.max_tokens)
-    require_tasks(spec.evaluation.tasks)
+    require_tasks(spec.evaluation.tasks, spec.model.context)
 
 
 def _require_plan(spec: Spec, identity: str, store: Store, replan: bool) -> None:
