@@ -247,15 +247,21 @@ def _unpack(files: Sequence[CodeFile], folder: Path) -> None:
 
 
 def _is_intact(folder: Path, digest: str) -> bool:
-    """Whether a folder has exactly the files of the bundle."""
+    """Whether a folder has exactly the files of the bundle. Reads no more than a bundle may have."""
     files: list[CodeFile] = []
+    left = MAX_BYTES
     for below, folders, names in os.walk(folder):
-        if any((Path(below) / name).is_symlink() for name in (*folders, *names)) or len(files) > MAX_FILES:
+        if len(files) + len(names) > MAX_FILES or any((Path(below) / name).is_symlink() for name in (*folders, *names)):
             return False
         for name in names:
             path = Path(below) / name
+            try:
+                data = read_file_bounded(path, left)
+            except (DataError, MissingError):  # too large, no regular file, or without permission to read
+                return False
+            left -= len(data)
             executable = bool(path.stat().st_mode & stat.S_IXUSR)
-            files.append(CodeFile(path.relative_to(folder).as_posix(), path.read_bytes(), executable))
+            files.append(CodeFile(path.relative_to(folder).as_posix(), data, executable))
     return digest_of(pack(files)) == digest
 
 

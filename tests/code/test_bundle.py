@@ -123,6 +123,23 @@ def test_a_bundle_is_unpacked_once_and_nothing_else_runs_under_its_digest(folder
         fetch_code(store, "blake3:../../x", cache)
 
 
+@pytest.mark.parametrize("foreign", ["a file of a terabyte", "a pipe"])
+def test_an_unpacked_folder_is_replaced_without_reading_what_no_bundle_has(
+    folder: Path, tmp_path: Path, foreign: str
+) -> None:
+    store, cache = open_store(f"file://{tmp_path}/store"), tmp_path / "cache"
+    digest = publish(store, make_bundle(folder))
+    unpacked = fetch_code(store, digest, cache)
+    unpacked.chmod(0o755)
+    (unpacked / "mine.py").unlink()
+    if foreign == "a pipe":
+        os.mkfifo(unpacked / "mine.py")
+    else:
+        with (unpacked / "mine.py").open("wb") as file:
+            file.truncate(2**40)
+    assert (fetch_code(store, digest, cache) / "mine.py").read_text() == (folder / "mine.py").read_text()
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
