@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -70,6 +71,20 @@ def vocabulary_of(spec: Spec) -> tuple[int, bool]:
 
     vocabulary = known(spec)
     return (UNKNOWN_VOCABULARY, True) if vocabulary is None else (vocabulary, False)
+
+
+def candidates_of(spec: Spec) -> tuple[int, ...]:
+    """The sizes that the trial of `training.micro_batch: auto` measures; empty for a number."""
+    from holdfast.planning.auto import micro_batch_candidates
+
+    if not spec.training.auto_micro_batch:
+        return ()
+    return micro_batch_candidates(spec, vocabulary_of(spec)[0], here=True)
+
+
+def micro_batch_trial(candidates: Sequence[int]) -> str:
+    """The trial in words."""
+    return f"training.micro_batch: auto, by a trial of {', '.join(map(str, candidates))} before the first step"
 
 
 def spot_of(spec: Spec, found: Found) -> Spot | None:

@@ -249,7 +249,14 @@ class Run:
         from holdfast.corpus.batch import batch_of
 
         record = self.record()
-        return batch_of(self._store, trained_spec(self._store, record), record.dataset_id, step, micro_batch)
+        spec = trained_spec(self._store, record)
+        if spec.training.auto_micro_batch or spec.parallel.auto:  # the plan has the number
+            from holdfast.checkpoint import newest_segments
+            from holdfast.planning.auto import with_micro_batch
+
+            if segments := newest_segments(self._store, record.run_id):
+                spec = with_micro_batch(spec, int(segments[-1].plan.settings["training.micro_batch"] or 1))
+        return batch_of(self._store, spec, record.dataset_id, step, micro_batch)
 
     def fork(self, step: int, overrides: Sequence[str] = ()) -> ForkedRun:
         """Create a new run that starts from a checkpoint of this one."""

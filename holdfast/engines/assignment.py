@@ -43,6 +43,7 @@ class Assignment(BaseModel):
     source_weights: tuple[float, ...] | None  # of the mixture; None reads the sources in order
     health_seconds: float | None = None  # limit of the health check before training; None: no check
     health_reason: str = ""  # why there is a health check
+    micro_batch_candidates: tuple[int, ...] = ()  # not empty: the launch is a trial of micro-batches and trains nothing
     first_weights: str = ""  # digest of the weights of model.init_from, as in the run id
 
     @classmethod

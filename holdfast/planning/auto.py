@@ -16,7 +16,7 @@ from holdfast.planning.calibration import default_path, read
 from holdfast.planning.hardware import ACCELERATORS, Accelerator, accelerator, by_label
 from holdfast.planning.layout import Layout, Sharding
 from holdfast.planning.memory import Updates
-from holdfast.planning.search import Candidate, Task, search
+from holdfast.planning.search import MICRO_BATCHES, Candidate, Task, search
 from holdfast.planning.shape import Architecture
 from holdfast.spec import rules
 from holdfast.spec.errors import Problem, SpecError
@@ -92,7 +92,8 @@ def refused(spec: Spec, task: Task, layout: Layout) -> list[str]:
     """Why the engines do not run this layout of a spec today; empty when they do."""
     if missing := unsaid(layout):
         return [f"{part} has no field in the spec" for part in missing]
-    problems = rules.problems(with_fields(spec, fields_of(task, layout)))
+    fields = {**fields_of(task, layout), "training.auto_micro_batch": False}
+    problems = rules.problems(with_fields(spec, fields))
     return [f"{problem.field}: {problem.value} {problem.message}" for problem in problems]
 
 
@@ -110,7 +111,31 @@ def _with(section: Any, path: list[str], value: Any) -> Any:
 
 UNKNOWN_VOCABULARY = 128_256  # of Llama 3, when the vocabulary is known only after a download
 LESS = 0.9  # share of the memory of a layout that ran out of it, for the next one; estimates are not exact
+MORE = 1.1  # share of an accelerator's memory up to which a trial measures
 LEFT_TO_THE_SPEC = ("parallel.processes", "cluster.accelerator", "cluster.nodes.min", "cluster.nodes.max")
+
+
+def with_micro_batch(spec: Spec, size: int) -> Spec:
+    """The spec with a micro-batch instead of `training.micro_batch: auto`, without checks."""
+    return with_fields(spec, {"training.micro_batch": size, "training.auto_micro_batch": False})
+
+
+def micro_batch_candidates(spec: Spec, vocabulary: int, *, here: bool) -> tuple[int, ...]:
+    """The sizes that a trial of `training.micro_batch: auto` measures, in ascending order.
+
+    Each divides the batch over the ranks. Where the accelerator is known, none needs clearly more than its memory by
+    the planner's count. The smallest one is always included.
+    """
+    possible = [size for size in MICRO_BATCHES if not rules.problems(with_micro_batch(spec, size))]
+    try:
+        on = accelerator_of(spec, here=here)
+        task = declared_task(spec, on, vocabulary)
+    except SpecError:
+        return tuple(possible)
+    limit = MORE * on.memory if on.kind == spec.cluster.accelerator else math.inf
+    layouts = {size: layout_of(with_micro_batch(spec, size)) for size in possible}
+    fitting = [size for size, layout in layouts.items() if Candidate(task, layout).memory.total <= limit]
+    return tuple(fitting or possible[:1])
 
 
 def accelerator_of(spec: Spec, *, here: bool) -> Accelerator:

@@ -38,6 +38,7 @@ from holdfast.rank.hang_reporting import enable_watchdog
 from holdfast.rank.health_gate import check_health
 from holdfast.rank.loop import train
 from holdfast.rank.measure.energy_meter import Meter
+from holdfast.rank.measure.micro_batch import choose_micro_batch
 from holdfast.rank.measure.phase_timer import PhaseTimeReporter
 from holdfast.rank.measure.profile import Profiler
 from holdfast.rank.measure.throughput import Throughput
@@ -84,8 +85,9 @@ def work(
     code: str | None = None,
     functions: str = "",
 ) -> None:
-    """Run one rank of launch number `launch` until the run is trained. `record` receives the number of the attempt once
-    the gang has formed. `code` and `functions` are those of the command line: user code that the rank may call."""
+    """Run one rank of launch number `launch` until the run is trained, or until its trial of micro-batches is done.
+    `record` receives the number of the attempt once the gang has formed. `code` and `functions` are those of the
+    command line: user code that the rank may call."""
     phases.enter("start", 0)
     launched = read_launch(store, run_id, launch)
     spec = _assignment(launched, f"launch {launch} of run {run_id}", functions)
@@ -93,6 +95,9 @@ def work(
     make_deterministic(spec.training.determinism, spec.parallel.threads)
     dataset = Dataset.open(store, spec.dataset_id, cache_dir())
     phases.enter("meet")
+    if spec.micro_batch_candidates:
+        _try_micro_batches(spec, dataset, store, launch, leave, record)
+        return
     with ExitStack() as built:
         with leave.meeting():
             device, gang = meet(spec, leave)
@@ -169,8 +174,10 @@ def work(
             if throughput is None
             else _attempt_span(spec, attempt, gang.size, start, device, throughput, meter)
         )
-        accounts = PhaseTimeReporter(gang.rank, gang.size, start, device, meter)
-        profiler = Profiler(store, attempt, active=gang.rank == 0)
+        accounts, profiler = (
+            PhaseTimeReporter(gang.rank, gang.size, start, device, meter),
+            Profiler(store, attempt, active=gang.rank == 0),
+        )
         observers += [accounts, profiler, *(map(UserObserver, spec.telemetry.observers) if gang.rank == 0 else ())]
         session = RankSession(spec, gang, engine, checkpointer, cadence, anomalies, observers, leave)
         # In-flight saves at the end hold a finite state that is equal on all replicas.
@@ -182,6 +189,17 @@ def work(
             if start == spec.training.steps:  # an earlier attempt died between its last commit and the collection
                 checkpointer.collect_garbage(start)
             checkpointer.drop_local_tiers()
+
+
+def _try_micro_batches(
+    spec: Assignment, dataset: Dataset, store: Store, launch: int, leave: PreemptionSignal, record: RankRecord | None
+) -> None:
+    """Try micro-batches in place of training. A stop request ends it immediately: there is nothing to save."""
+    with leave.meeting():
+        device, gang = meet(spec, leave)
+        if record is not None:
+            record.formed(0)
+        choose_micro_batch(spec, dataset, device, gang, store, launch)
 
 
 def _assignment(launched: LaunchRecord, source: str, functions: str) -> Assignment:

@@ -38,6 +38,11 @@ def json_schema() -> dict[str, Any]:
     schema = _without_titles(Spec.model_json_schema())
     parallel = schema["properties"]["parallel"]
     schema["$defs"]["Model"]["properties"][FROM] = {"type": "string", "minLength": 1, "description": FROM_MEANING}
+    sizes = schema["$defs"]["Training"]["properties"]
+    sizes["micro_batch"] = {
+        "anyOf": [{"const": AUTO}, {key: value for key, value in sizes["micro_batch"].items() if key != "description"}],
+        "description": sizes["micro_batch"]["description"],
+    }
     parallel["anyOf"] = [{"const": AUTO}, {"$ref": parallel.pop("$ref")}]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal, get_args
@@ -193,9 +194,14 @@ class Training(Section):
     micro_batch: int = plan_field(
         8,
         "Sequences that one rank computes together. With `determinism: elastic` it is part of the run id, because sums "
-        "are made of micro-batches.",
+        "are made of micro-batches. `auto` sets `auto_micro_batch`.",
         ge=1,
         le=10**6,
+    )
+    auto_micro_batch: bool = runtime_field(
+        False,
+        "Choose `micro_batch` by a trial before the first step. The run keeps the choice. `micro_batch: auto` means "
+        "the same. See docs/planner.md.",
     )
     precision: Literal["fp32", "bf16", "fp16", "fp8"] = Field(
         "fp32",
@@ -250,6 +256,16 @@ class Training(Section):
         le=2**24,
     )
     log_every: int = runtime_field(10, "Steps between two progress lines.", ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _auto(cls, value: object) -> object:
+        """Before the trial the micro-batch is 1, the smallest candidate, so that rules can check the rest."""
+        if isinstance(value, Mapping) and value.get("micro_batch") == AUTO:
+            return {**value, "micro_batch": 1, "auto_micro_batch": True}
+        if isinstance(value, Mapping) and value.get("auto_micro_batch") is True and "micro_batch" not in value:
+            return {**value, "micro_batch": 1}
+        return value
 
 
 KEEPING = ("powersgd", "topk")  # kinds of gradient compression whose state includes the error that they left out

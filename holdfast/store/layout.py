@@ -105,6 +105,11 @@ def ending(run_id: str, launch: int) -> str:
     return f"{launches(run_id)}{launch:06d}.ending.json"
 
 
+def micro_batch(run_id: str, plan: str, candidate: int | None = None) -> str:
+    """The micro-batch that a trial chose under a plan, or the mark that the trial of one candidate began."""
+    return run(run_id, f"micro_batch/{plan}{'' if candidate is None else f'/{candidate:06d}'}.json")
+
+
 def checkpoint(run_id: str, step: int) -> str:
     """The manifest of a checkpoint."""
     return run(run_id, f"checkpoints/step-{step:09d}.json")

@@ -148,8 +148,8 @@ def test_runtime_fields_are_these_and_no_others() -> None:
     sections = ("checkpoint", "evaluation", "registration", "schedule", "serving", "telemetry")
     assert [path for path in runtime_fields if path.split(".")[0] not in sections] == [
         "name", "code", "store", "data.sources[].reader.use", "data.cleaning.filters[].use",
-        "data.workers", "data.fan_out", "train.restart_on", "train.log_every", "training.objective.use",
-        "training.schedule.factor.use",
+        "data.workers", "data.fan_out", "train.restart_on", "train.log_every", "training.auto_micro_batch",
+        "training.objective.use", "training.schedule.factor.use",
         "training.topk_fraction", "training.anomalies.max_consecutive",
         "training.log_every",
         "parallel.auto",

@@ -36,13 +36,15 @@ from holdfast.launch.launches import (
     leaving_nodes,
     newest_launch,
     nodes_of_the_last_end,
+    read_launch,
     record_exit,
     was_reclaimed,
 )
+from holdfast.launch.micro_batch import find_choice, with_recorded_micro_batch
 from holdfast.model.exported import require_intact
 from holdfast.model.hub import first_weights_digest
 from holdfast.model.initialise import parameter_count
-from holdfast.planning.auto import next_plan
+from holdfast.planning.auto import micro_batch_candidates, next_plan, with_micro_batch
 from holdfast.rank.health_gate import health_check_request
 from holdfast.runtime.environment import cache_dir, in_step_pod, log_dir
 from holdfast.runtime.shutdown import request_shutdown
@@ -92,6 +94,7 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
     """Train the run of (spec, dataset_id, salt) to its last step, from its newest checkpoint.
 
     `replan` allows the run to continue under a different plan. `parallel: auto` uses the recorded layout, or plans one.
+    `training.micro_batch: auto` uses the recorded choice, or begins with a trial.
 
     Raises:
 
@@ -113,8 +116,11 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
         _require_evaluation(spec, dataset)
         require_usable(spec)  # fail here, before any cost, if registration would always be refused
         requested, spec = spec, resolve_layout(spec, identity, store, dataset.vocabulary, replan=replan)
-        _require_plan(spec, identity, store, replan)
         write_run_metadata(store, identity, requested, dataset_id, salt)
+        if (resolved := with_recorded_micro_batch(spec, identity, store, replan=replan)) is None:
+            resolved = _try_micro_batches(spec, identity, dataset, store, launcher, replan=replan)
+        spec = resolved
+        _require_plan(spec, identity, store, replan)
         tracker = RunTracker.open(spec, identity, dataset_id, store)
         events = StoreEvents(store, identity)
         with showing_metrics(spec.telemetry, identity, whole=True) as metrics:
@@ -142,6 +148,26 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
         return result
 
 
+def _try_micro_batches(
+    spec: Spec, identity: str, dataset: Dataset, store: Store, launcher: Launcher, *, replan: bool
+) -> Spec:
+    """Launch the gang for a trial of micro-batches. Returns the spec with the choice. Raises what `run_gang` raises."""
+    candidates = micro_batch_candidates(spec, dataset.vocabulary, here=not in_step_pod())
+    log.info("micro_batch: auto: a trial of %s", ", ".join(map(str, candidates)))
+    smallest = with_micro_batch(spec, candidates[0])
+    trial = Assignment.of(smallest, identity, dataset.dataset_id).model_copy(
+        update={"micro_batch_candidates": candidates}
+    )
+    last = max((event.time for event in read_events(store, identity)), default=0.0)
+    with recorded_step(store, identity, STEP, not_before=last) as ended:
+        run_gang(smallest, trial, store, launcher, replan, vocabulary=dataset.vocabulary)
+        choice = find_choice(store, identity, spec)
+        if choice is None:
+            raise MissingError(f"run {identity}: the trial of micro-batches left no choice; run the same command again")
+        ended(f"micro-batch {choice.words}")
+    return with_micro_batch(spec, choice.micro_batch)
+
+
 def run_gang(
     spec: Spec,
     assignment: Assignment | ScriptAssignment,
@@ -159,6 +185,12 @@ def run_gang(
 
     def next_job() -> Job:
         number = newest_launch(store, identity)
+        if (
+            number
+            and isinstance(assignment, Assignment)
+            and _is_trial(store, identity, number) != bool(assignment.micro_batch_candidates)
+        ):
+            number = 0  # a trial is not adopted as a training, nor the reverse
         if not (adopted := launcher.adopt(identity, number)):
             checked: BaseModel = assignment
             if isinstance(assignment, Assignment):
@@ -217,6 +249,11 @@ def run_gang(
             f"run {identity}: stopped ({ending.reason}). {ending.detail}; run the same command again to resume"
         )
     raise GangError(_describe(ending, identity, advice), ending.code)
+
+
+def _is_trial(store: Store, identity: str, launch: int) -> bool:
+    """Whether a launch is a trial of micro-batches."""
+    return bool(read_launch(store, identity, launch).assignment.get("micro_batch_candidates"))
 
 
 def _describe(ending: GangExit, identity: str, advice: str) -> str:

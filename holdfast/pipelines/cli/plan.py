@@ -109,6 +109,8 @@ def plan(spec: SpecOptions, hardware: HardwareOptions, search: SearchOptions, as
     else:
         reasons = refused(checked_spec, task, layouts.best[0].layout) if layouts.best else []
         print_plan(checked_spec.name, task, layouts, reasons, spot_of(checked_spec, layouts), timeline=search.timeline)
+        if candidates := planning.candidates_of(checked_spec):
+            err(f"{planning.micro_batch_trial(candidates)}; --apply writes a number instead")
         if spares := checked_spec.cluster.spares:
             processes, price = checked_spec.parallel.processes, result.accelerator.price
             hourly = f", {spares * processes * price:g} an hour" if price else ""

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from holdfast.api.planning import candidates_of, micro_batch_trial
 from holdfast.api.specs import identify
 from holdfast.api.specs import schema as schema_of_specs
 from holdfast.pipelines.cli.options import AsJson, Overrides, Salt, SpecFile, out, print_json
@@ -55,18 +56,21 @@ def validate(
     if ids:
         local_run = identify(checked_spec, salt)
         identities = {"dataset_id": local_run.dataset_id, "run_id": local_run.run_id}
-    script = checked_spec.train.script
+    script, candidates = checked_spec.train.script, candidates_of(checked_spec)
     if as_json:
         summary = {
             "name": checked_spec.name,
             "steps": checked_spec.training.steps,
             "processes": checked_spec.world_size,
         }
-        print_json({**summary, **identities, **({"filled": filled} if filled else {})})
+        trial = {"micro_batch": {"auto": True, "candidates": candidates}} if candidates else {}
+        print_json({**summary, **identities, **({"filled": filled} if filled else {}), **trial})
         return
     length = f"{checked_spec.training.steps} steps" if script is None else f"script {script}"
     processes = "one process" if checked_spec.world_size == 1 else f"{checked_spec.world_size} processes"
     out(f"{path}: valid ({checked_spec.name}, {length}, {processes})")
+    if candidates:
+        out(micro_batch_trial(candidates))
     if filled:
         out("filled in by model.from:")
     for name, value in filled.items():

@@ -199,6 +199,7 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
     if digest := newest.get("state_digest"):
         yield "digest", f"{digest}" + ("" if record.result is not None else f", of step {newest['step']}")
     yield from _listed("plan", _plans(newest))
+    yield from _micro_batch(record, store)
     if sizes := _sizes(events):
         yield "ranks", sizes
     yield from _listed("speed", throughput(events))
@@ -259,6 +260,17 @@ def _why_stopped(record: RunRecord) -> Iterator[str]:
     if reason := str(record.stopped.get("reason", "")):
         step = record.stopped.get("failed_step")
         yield f"{step}: {reason}" if step else reason
+
+
+def _micro_batch(record: RunRecord, store: Store) -> Iterator[tuple[str, str]]:
+    """The choice of `training.micro_batch: auto`, or that its trial is still to come."""
+    spec = record.whole_spec()
+    if spec is None or not spec.training.auto_micro_batch:
+        return
+    from holdfast.launch.micro_batch import find_choice
+
+    choice = find_choice(store, record.run_id, spec)
+    yield "micro-batch", "auto: " + ("no trial yet" if choice is None else choice.words)
 
 
 def _sizes(events: Sequence[Event]) -> str:

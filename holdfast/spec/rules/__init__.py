@@ -73,6 +73,7 @@ from holdfast.spec.rules.secrets import check_no_secrets_in_urls
 from holdfast.spec.rules.training import (
     check_adapters,
     check_anomalies,
+    check_auto_micro_batch,
     check_batch_ramp,
     check_batch_size,
     check_compression,
@@ -98,6 +99,7 @@ RULES: tuple[Rule, ...] = (
     check_precision,
     check_fp8,
     check_auto_layout,
+    check_auto_micro_batch,
     check_batch_size,
     check_batch_ramp,
     check_elastic_determinism,

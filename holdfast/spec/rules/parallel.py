@@ -22,7 +22,7 @@ def check_auto_layout(spec: Spec) -> Iterator[Problem]:
         return
     chosen: list[tuple[str, Section, str]] = [(f"parallel.{name}", parallel, name) for name in CHOSEN]
     chosen.append(("training.activation_checkpointing", training, "activation_checkpointing"))
-    if training.determinism != "elastic":
+    if training.determinism != "elastic" and not training.auto_micro_batch:  # `check_auto_micro_batch` reports it
         chosen.append(("training.micro_batch", training, "micro_batch"))
     for field, section, name in chosen:
         if (value := getattr(section, name)) != type(section).model_fields[name].default:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from holdfast.spec.errors import Problem
 from holdfast.spec.rules.model import nearest_multiples
-from holdfast.spec.training import KEEPING, ObjectiveName
+from holdfast.spec.training import AUTO, KEEPING, ObjectiveName
 from holdfast.spec.tree import Spec
 
 MOST_INCREMENTS = 10_000  # of a ramp; each is a row of a table in every rank
@@ -38,6 +38,24 @@ def check_batch_size(spec: Spec) -> Iterator[Problem]:
             f"{spec.data_parallel_size} = {unit}",
             f"use {nearest_multiples(spec.training.global_batch, unit)}, or change training.micro_batch",
         )
+
+
+def check_auto_micro_batch(spec: Spec) -> Iterator[Problem]:
+    """A trial chooses the micro-batch only where it is free: not in the run id, and not chosen by the planner."""
+    training, field = spec.training, "training.micro_batch"
+    if not training.auto_micro_batch:
+        return
+    if training.micro_batch != 1:
+        remedy = "remove training.auto_micro_batch, or write micro_batch: auto"
+        yield Problem(field, training.micro_batch, "is a number, and training.auto_micro_batch is true", remedy)
+    if training.determinism == "elastic":
+        message = "is not possible with training.determinism: elastic, where the number is part of the run id"
+        yield Problem(field, AUTO, message, "write a number, or use training.determinism: exact")
+    if spec.parallel.auto:
+        yield Problem(field, AUTO, "is chosen by parallel: auto", "remove it, or give the layout yourself")
+    if spec.parallel.engine == "deepspeed":
+        message = f"is not supported with parallel.strategy: {spec.parallel.strategy}"
+        yield Problem(field, AUTO, message, "write a number, or use parallel.strategy: fsdp")
 
 
 def _check_grains(spec: Spec) -> Iterator[Problem]:
