@@ -114,6 +114,11 @@ def teacher_shape(spec: Assignment, vocabulary: int) -> Model:
             f"{field} has a vocabulary of {weights.vocabulary}, and the run one of {vocabulary}; use a teacher with "
             "the tokenizer of data.tokenizer"
         )
+    if spec.training.distillation.top_k > vocabulary:
+        raise DataError(
+            f"training.distillation.top_k: {spec.training.distillation.top_k} is more than the {vocabulary} tokens of the "
+            f"vocabulary; use at most {vocabulary}"
+        )
     if weights.shape.context < spec.model.context:
         raise DataError(
             f"{field} has a context of {weights.shape.context}, shorter than model.context = {spec.model.context}; "

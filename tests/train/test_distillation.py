@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from holdfast.engines.interface import build_engine
 from holdfast.engines.weights import teacher_shape
 from holdfast.model.decoder import Decoder
 from holdfast.model.hub import TEACHER_FIELD, first_weights_digest, require_weights
@@ -78,8 +79,6 @@ def reference(teacher: Path) -> list[tuple[float, float]]:
 
 
 def _steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> list[Steps]:
-    from holdfast.engines.interface import build_engine
-
     join_exactly(folder, rank, size, always=True)
     results = []
     for overrides in runs:
@@ -118,6 +117,29 @@ def test_a_teacher_that_does_not_fit_is_refused(
     export(tmp_path, decoder(shape(**changes), VOCABULARY))
     with pytest.raises(DataError, match=message):
         teacher_shape(tiny_assignment(*fields(tmp_path)), vocabulary)
+
+
+def test_more_tokens_than_the_vocabulary_has_are_refused(teacher: Path) -> None:
+    with pytest.raises(DataError, match=r"training\.distillation\.top_k: 301 is more than the 300 tokens"):
+        teacher_shape(tiny_assignment(*fields(teacher), "training.distillation.top_k=301"), VOCABULARY)
+
+
+def test_a_teacher_with_experts_gets_the_biases_of_its_routers(tmp_path: Path) -> None:
+    """They are no parameters, and were left as the memory happened to be."""
+    taught = decoder(shape(layers=1, family="dots1", experts=4, routing={"top_k": 2, "shared": 1}), VOCABULARY)
+    taught.state_dict()["model.layers.0.mlp.gate.e_score_correction_bias"].copy_(torch.tensor([3.0, -1.0, 0.0, 2.0]))
+    export(tmp_path, taught)
+    spec = tiny_assignment(*fields(tmp_path))
+    digest = first_weights_digest(tiny_spec(*fields(tmp_path)))
+    first = first_state(spec.model_copy(update={"first_weights": digest}), VOCABULARY)
+    engine = build_engine(spec, VOCABULARY, END)
+    filled = {}
+    for box in engine.frozen():
+        first.fill([box])
+        filled[box.name] = box.data
+    assert filled.keys() == {f"teacher.{name}" for name in taught.state_dict()}
+    for name, tensor in taught.state_dict().items():
+        assert torch.equal(filled[f"teacher.{name}"], tensor), name
 
 
 def test_the_run_id_has_the_content_of_the_teacher_and_not_its_place(tmp_path: Path, teacher: Path) -> None:

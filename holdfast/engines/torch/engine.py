@@ -171,8 +171,11 @@ class TorchEngine:
                     yield TensorLayout.of(f"{name}.weight", matrix).box(matrix)
                     module.store(matrix)
         if self._teacher is not None:
-            for name, parameter in self._teacher.named_parameters():
-                yield TensorLayout.of(TEACHER + name, parameter).box(parameter)
+            biases = Balance(
+                [self._teacher], self._teacher.shape.routing
+            ).state()  # of routers, which are no parameters
+            for name, tensor in chain(self._teacher.named_parameters(), biases):
+                yield TensorLayout.of(TEACHER + name, tensor).box(tensor)
 
     def restored(self, step: int, scalars: Scalars = MappingProxyType({})) -> None:
         """See Engine."""
@@ -234,7 +237,7 @@ class TorchEngine:
         mesh = Mesh(replicas=1, shards=1, tensor=1) if self._topology.ranks is None else self._mesh
         return parallelize(reference, spec.training, spec.parallel, replace(self._topology, mesh=mesh), grid=None)
 
-    def _teacher_model(self, spec: Assignment, vocabulary: int) -> nn.Module | None:
+    def _teacher_model(self, spec: Assignment, vocabulary: int) -> Decoder | None:
         """The frozen teacher of a distillation, sharded like the model."""
         if "teacher" not in self._objective.needs:
             return None
@@ -242,7 +245,8 @@ class TorchEngine:
             teacher = Decoder(teacher_shape(spec, vocabulary), vocabulary).requires_grad_(False)
         teacher.loss_chunk = spec.training.loss_chunk
         mesh = Mesh(replicas=1, shards=1, tensor=1) if self._topology.ranks is None else self._mesh
-        return parallelize(teacher, spec.training, spec.parallel, replace(self._topology, mesh=mesh), grid=None)
+        parallelize(teacher, spec.training, spec.parallel, replace(self._topology, mesh=mesh), grid=None)
+        return teacher.eval()  # its routers count no tokens
 
     def _micro_of(self, policy: nn.Module, sequence: SequenceShard | None, end_of_text: int | None) -> Micro:
         """What computes one micro-batch."""
