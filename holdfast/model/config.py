@@ -15,7 +15,16 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from holdfast.spec.errors import DataError, shown
-from holdfast.spec.model import DENSE_FIRST, PRESETS, ROPE_FIELDS, LayerKind, Model, RopeScaling
+from holdfast.spec.model import (
+    DENSE_FIRST,
+    MOST_LAYERS,
+    PRESETS,
+    ROPE_FIELDS,
+    LayerKind,
+    Model,
+    RopeScaling,
+    scaling_problem,
+)
 
 # Settings of the tuned model that an export keeps: begin, end and padding tokens, sampling settings, templates.
 #
@@ -422,7 +431,7 @@ _TYPES: dict[str, str] = {
         _TEXT: "model_type hidden_act hidden_activation",
         _TEXTS: "architectures layer_types",
         _INTEGERS: "no_rope_layers",
-        _OBJECT: "rope_scaling rope_parameters",
+        _OBJECT: "rope_scaling rope_parameters id2label",
     }.items()
     for key in keys.split()
 }
@@ -739,6 +748,9 @@ def _shape(path: str, family: str, settings: Mapping[str, Any]) -> Model:
         raise DataError(f"{path}: a head rotates {shape.rotary_width} of {shape.head_width}; give pairs")
     if shape.head_width % 2:
         raise DataError(f"{path}: head_dim is {shape.head_width}; rotary positions need pairs")
+    if problem := scaling_problem(shape):
+        name, value, message, remedy = problem
+        raise DataError(f"{path}: {_ROPE_KEYS.get(name, name)} = {value} {message}; {remedy}")
     return shape
 
 
@@ -748,7 +760,10 @@ def _read_mixture(path: str, family: str, settings: Mapping[str, Any]) -> dict[s
     values = {field: settings.get(key) for field, key in keys.items()}
     if family == "qwen2_moe":
         width, unit = settings["shared_expert_intermediate_size"], settings["moe_intermediate_size"]
-        values["routing.shared"], rest = divmod(width, unit) if width is not None and unit else (None, 0)
+        if width is None or not unit:
+            key, value = ("moe_intermediate_size", unit) if not unit else ("shared_expert_intermediate_size", width)
+            raise DataError(f"{path}: {key} is {shown(value)}; a positive number is needed")
+        values["routing.shared"], rest = divmod(width, unit)
         if rest:
             raise DataError(
                 f"{path}: shared_expert_intermediate_size is {width!r}; only multiples of moe_intermediate_size = "
@@ -771,8 +786,8 @@ def _read_pattern(path: str, family: str, layers: Any, settings: Mapping[str, An
     if types is not None and (wrong := [kind for kind in types if kind not in allowed]):
         names = " and ".join(map(repr, allowed))
         raise DataError(f"{path}: layer_types is {shown(wrong[0])} in a layer; only {names} can be read for {family}")
-    if not preset.pattern or type(layers) is not int:
-        return None
+    if not preset.pattern or type(layers) is not int or layers > MOST_LAYERS:
+        return None  # the shape's own check refuses a wrong number of layers
     default = [preset.pattern[index % len(preset.pattern)] for index in range(layers)]
     kinds: list[LayerKind] = [_KINDS[kind] for kind in types] if types is not None else default
     if family == "smollm3":
@@ -839,6 +854,8 @@ def _read_scaling(path: str, family: str, rope: Mapping[str, Any], settings: Map
         if kind == "yarn" and found.get("attention_factor") is None and above and below:
             logarithm = 0.1 * math.log(max(found.get("factor") or 1, 1))
             found["attention_factor"] = (above * logarithm + 1) / (below * logarithm + 1)
+    if not PRESETS[family].latent:
+        found.pop("mscale_all_dim", None)  # in other families it only changes the factor above
     keys = {field: _ROPE_KEYS[field] for field in ROPE_FIELDS[kind]}
     if missing := [key for field, key in keys.items() if found.get(key) is None and field not in _ROPE_OPTIONAL]:
         raise DataError(f"{path}: rope_type {shown(rope_type)} without {missing[0]}; add it")

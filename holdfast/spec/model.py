@@ -214,7 +214,7 @@ class Latent(Section):
 
 LARGEST_HEAD = 256  # the largest head width of the flash kernel, which computes attention in 16 bits on CUDA
 LONG_DOCUMENT = 16384  # tokens from which a document has a separate call of that kernel's backward (decision 043)
-LEAST_HIDDEN = 8
+LEAST_HIDDEN, MOST_LAYERS = 8, 1000
 
 
 class Model(Section):
@@ -226,7 +226,7 @@ class Model(Section):
         "have this name.",
     )
 
-    layers: int = Field(4, ge=1, le=1000, description="Decoder layers.")
+    layers: int = Field(4, ge=1, le=MOST_LAYERS, description="Decoder layers.")
     hidden: int = Field(256, ge=LEAST_HIDDEN, le=1_000_000, description="Width of the residual stream.")
     heads: int = Field(4, ge=1, le=10_000, description="Attention (query) heads.")
     kv_heads: int | None = Field(
@@ -391,3 +391,13 @@ class Model(Section):
     def biased_routing(self) -> bool:
         """Whether routers score by sigmoids and have a bias that no gradient changes."""
         return self.preset.router == "sigmoid"
+
+
+def scaling_problem(shape: Model) -> tuple[str, float, str, str] | None:
+    """The field whose logarithm a scaling divides by although it is 0: name, value, problem and remedy; or None."""
+    scaling = shape.rope_scaling
+    if scaling.kind == "yarn" and shape.rope_theta <= 1:
+        return "rope_theta", shape.rope_theta, "gives no frequencies to scale", "use more than 1"
+    if scaling.kind == "longrope" and scaling.original_context == 1 and scaling.attention_factor is None:
+        return "original_context", 1, "is no context", "use that of the original model"
+    return None

@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.spec.errors import Problem
-from holdfast.spec.model import DENSE_FIRST, LARGEST_HEAD, LEAST_HIDDEN, MIXTURES, PRESETS, ROPE_FIELDS, Model, Routing
+from holdfast.spec.model import (
+    DENSE_FIRST,
+    LARGEST_HEAD,
+    LEAST_HIDDEN,
+    MIXTURES,
+    PRESETS,
+    ROPE_FIELDS,
+    Model,
+    Routing,
+    scaling_problem,
+)
 from holdfast.spec.section import Section
 from holdfast.spec.tree import Spec
 
@@ -60,13 +70,16 @@ def check_heads(spec: Spec) -> Iterator[Problem]:
 def check_attention_kernel(spec: Spec) -> Iterator[Problem]:
     """The flash kernel of CUDA, which computes attention in 16 bits, takes the width of the heads."""
     model, precision = spec.model, spec.training.precision
-    if spec.cluster.accelerator not in ("nvidia", "amd") or precision == "fp32" or model.head_width <= LARGEST_HEAD:
+    width = max(model.head_width, model.value_width)
+    if spec.cluster.accelerator not in ("nvidia", "amd") or precision == "fp32" or width <= LARGEST_HEAD:
         return
     field, value = ("model.hidden", model.hidden) if model.head_dim is None else ("model.head_dim", model.head_dim)
+    if width > model.head_width:
+        field, value = "model.latent.value", width
     yield Problem(
         field,
         value,
-        f"gives heads of width {model.head_width}, and the flash kernel computes at most {LARGEST_HEAD} "
+        f"gives heads of width {width}, and the flash kernel computes at most {LARGEST_HEAD} "
         f"with training.precision = {precision}",
         "use training.precision: fp32, or narrower heads",
     )
@@ -256,6 +269,17 @@ def check_rope(spec: Spec) -> Iterator[Problem]:
                 f"is not used by kind: {scaling.kind}",
                 f"remove it, or use kind: {' or '.join(kind for kind in ROPE_FIELDS if name in ROPE_FIELDS[kind])}",
             )
+    if scaling.score_factor and not spec.model.preset.latent:
+        families = " or ".join(name for name, preset in PRESETS.items() if preset.latent)
+        yield Problem(
+            "model.rope_scaling.score_factor",
+            scaling.score_factor,
+            f"is not part of model.family: {spec.model.family}, whose readers would not scale scores",
+            f"remove it, or use family: {families}",
+        )
+    if problem := scaling_problem(spec.model):
+        name, value, message, remedy = problem
+        yield Problem("model." + ("" if name == "rope_theta" else "rope_scaling.") + name, value, message, remedy)
     if scaling.kind == "longrope":
         yield from _check_longrope(spec.model)
     elif scaling.kind != "none" and scaling.factor <= 1:
