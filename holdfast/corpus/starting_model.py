@@ -89,6 +89,8 @@ def _fill_model(
                 model[group] = read.shape.rope_scaling.model_dump(exclude_unset=True)
             else:
                 _set(model, field, _get(read.shape, field))
+    if read.shape.head != "tokens":
+        model.setdefault("head", read.shape.head)
     longest = config.get("max_position_embeddings")
     longest = max(longest if isinstance(longest, int) else 0, read.shape.context)
     context = model.get("context")
@@ -198,5 +200,7 @@ def _get(shape: Model, field: str) -> Any:
 def _set(section: dict[str, Any], field: str, value: Any) -> None:
     *sections, name = field.split(".")
     for part in sections:
-        section = section[part] if isinstance(section.get(part), dict) else section.setdefault(part, {})
+        section = section.setdefault(part, {})
+        if not isinstance(section, dict):
+            return  # the loader reports it
     section[name] = value

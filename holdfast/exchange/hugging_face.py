@@ -75,7 +75,7 @@ def _dtype(spec: Spec, base: Base | None) -> str:
         return {"fp32": "float32", "bf16": "bfloat16"}[spec.model.export_dtype]
     settings = base.config if base is not None else {}
     name = settings.get("dtype", settings.get("torch_dtype"))
-    return name if name in DTYPES else "float32"
+    return name if isinstance(name, str) and name in DTYPES else "float32"
 
 
 def read_base(spec: Spec, dataset: Dataset) -> Base | None:

@@ -180,6 +180,9 @@ def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:
         for field, value in expected.items()
         if value != actual[field]
     ]
+    if weights.shape.head == "scalar" and shape.head == "tokens" and not shape.tie_embeddings:
+        message = "is not in the weights of model.init_from, which are a reward model"
+        problems.append(Problem("model.head", shape.head, message, "write head: scalar, or use other weights"))
     if vocabulary != weights.vocabulary:
         remedy = "bring the tokenizer of those weights (kind: file)"
         if vocabulary < weights.vocabulary:

@@ -134,6 +134,7 @@ def test_a_default_that_is_written_out_is_the_same_run(tmp_path: Path) -> None:
         ("data.tokenizer.rows=99", "data.tokenizer.rows", 99, "remove the field"),
         ("data.tokenizer.kind=bpe", "data.tokenizer.kind", "bpe", "remove the field"),
         ("data.tokenizer.end_of_text=</s>", "data.tokenizer.end_of_text", "</s>", "remove the field"),
+        ("model.rope_scaling=5", "model.rope_scaling", 5, "group of fields"),
         ("model.from=3", "model.from", 3, "hf://owner/name"),
     ],
 )  # fmt: skip
@@ -178,6 +179,13 @@ def test_conversations_end_with_the_token_that_the_template_ends_turns_with(tmp_
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(DataError, match="there is no chat template in"):
         load_spec(path, chat)
+
+
+def test_a_reward_model_gives_its_head(tmp_path: Path) -> None:
+    scalar = config(shape_of("qwen3").model_copy(update={"head": "scalar"}), 259, end_id=0)
+    folder = write_model(tmp_path / "base", template=TEMPLATE, **scalar)
+    pairs = ("data.kind=preferences", "data.document_masks=true")
+    assert load_spec(write_spec(tmp_path, **{"from": str(folder)}), pairs).model.head == "scalar"
 
 
 def test_an_export_of_a_run_gives_its_context_and_end_of_documents(tmp_path: Path) -> None:

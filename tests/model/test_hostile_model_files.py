@@ -73,7 +73,10 @@ def test_a_value_of_another_type_is_refused_with_its_key_or_is_the_value_meant(k
             "shared_expert_intermediate_size is None",
         ),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}, "rope_theta": 1},
+            {
+                "rope_theta": 1,
+                "rope_scaling": {"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 64},
+            },
             "rope_theta = 1.0 gives no frequencies",
         ),
     ],

@@ -14,7 +14,7 @@ from holdfast.dataset.vocabulary import ENDS, UNCOUNTED
 from holdfast.engines.weights import AdaptedState, ImportedState, SeededState
 from holdfast.model.hugging_face import load_exported
 from holdfast.scoring.score import score
-from holdfast.spec.errors import DataError
+from holdfast.spec.errors import DataError, SpecError
 from tests.model.tiny_model import decoder, export, shape
 
 TOKENS = torch.arange(24).view(2, 12) * 7 % 300
@@ -46,6 +46,12 @@ def test_a_scalar_head_is_new_unless_the_weights_have_one(tmp_path: Path, head: 
     expected = decoder(model, seed=5 if head == "tokens" else 3).score
     assert expected is not None
     assert torch.equal(data, expected.weight)
+
+
+def test_a_reward_model_without_a_head_for_tokens_is_refused_as_their_base(tmp_path: Path) -> None:
+    export(tmp_path, decoder(shape(head="scalar", tie_embeddings=False)))
+    with pytest.raises(SpecError, match=r"(?s)model\.head: is not in the weights.*write head: scalar"):
+        ImportedState(str(tmp_path), shape(tie_embeddings=False), 300)
 
 
 def test_pairs_in_the_right_order_are_counted() -> None:
