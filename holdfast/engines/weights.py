@@ -116,8 +116,8 @@ def teacher_shape(spec: Assignment, vocabulary: int) -> Model:
         )
     if spec.training.distillation.top_k > vocabulary:
         raise DataError(
-            f"training.distillation.top_k: {spec.training.distillation.top_k} is more than the {vocabulary} tokens of the "
-            f"vocabulary; use at most {vocabulary}"
+            f"training.distillation.top_k: {spec.training.distillation.top_k} is more than the {vocabulary} tokens of "
+            f"the vocabulary; use at most {vocabulary}"
         )
     if weights.shape.context < spec.model.context:
         raise DataError(
