@@ -42,7 +42,7 @@ def train(trainer: Trainer, *, state: Mapping[str, Any] | None = None) -> Any:
         raise StateError("load_best_model_at_end needs the checkpoints of Trainer; set it to False")
     if current.exact and trainer.args.dataloader_persistent_workers:
         raise StateError("dataloader_persistent_workers keeps the seeds of the first epoch; set it to False")
-    if not trainer.args.use_cpu and trainer.args.auto_find_batch_size:
+    if trainer.args.auto_find_batch_size:
         raise StateError("auto_find_batch_size changes the batches of a resumed run; set per_device_train_batch_size")
     trainer.args.save_strategy = SaveStrategy.NO
     start = current.newest_step()

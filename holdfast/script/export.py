@@ -92,7 +92,7 @@ def _upload(folder: Path, store: Store, manifest: Manifest) -> None:
     """Write the files of a folder and their record. Raises StateError for what is no export."""
     if not folder.is_dir():
         raise StateError(f"session.export: {folder} is no folder; give a module, a folder or a function of a folder")
-    paths = sorted(path for path in folder.rglob("*") if not path.is_dir())
+    paths = sorted(path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     if not paths:
         raise StateError(f"session.export: {folder} is empty; write the files of the model into it")
     for path in paths:

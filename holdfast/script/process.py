@@ -90,6 +90,7 @@ def _run(entry: Path, arguments: Sequence[str], restart_on: str) -> None:
     sys.argv = [str(entry), *arguments]
     sys.path.insert(0, str(entry.parent))
     sys.dont_write_bytecode = True  # nothing may write to the folder of the bundle
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # nor may processes that the script starts
     error: BaseException | None = None
     try:
         runpy.run_path(str(entry), run_name="__main__")

@@ -212,7 +212,6 @@ class ManagedSession(Session):
         self._saved = -1  # the step saved last
         self._due: tuple[int, bool] = (-1, False)
         self._left = False  # all ranks leave
-        self._exported = False
         self._steps: int | None = None
 
     def restore(self, *, per_rank: Mapping[str, Any] = {}, steps: int | None = None, **state: Any) -> int:
@@ -343,7 +342,6 @@ class ManagedSession(Session):
         self._gang.barrier()
         manifest = partial(read_manifest, self._launched.store, self.run_id, self._step)
         write_export(what, self.folder / "export", self._launched.store, manifest, self._gang)
-        self._exported = True
 
     # For integrations and `holdfast.script.process`
 

@@ -66,7 +66,8 @@ class Live:
 
 @dataclass(frozen=True)
 class Target:
-    """A tensor to fill from a checkpoint. `finish` makes the tensor of the item from the filled local part."""
+    """A tensor to fill from a checkpoint. `finish` makes the tensor of the item from the filled local part, which is
+    not yet memory of the item: a checkpoint that does not verify must leave the item as it is."""
 
     layout: TensorLayout
     data: Tensor  # local, with a dtype of the format
@@ -107,8 +108,15 @@ def _original(tensor: Tensor, dtype: str) -> Tensor:
 
 
 def _target(name: str, tensor: Tensor) -> Target:
-    """The live tensor itself as a target."""
-    return Target(_layout(name, tensor), stored(_local(tensor)))
+    """A target whose content replaces that of a live tensor."""
+    data = torch.empty_like(stored(_local(tensor)))
+    return Target(_layout(name, tensor), data, lambda local: _replace(tensor, local))
+
+
+def _replace(tensor: Tensor, local: Tensor) -> Tensor:
+    with torch.no_grad():
+        _local(tensor).copy_(local)
+    return tensor
 
 
 def _layout(name: str, tensor: Tensor) -> TensorLayout:
@@ -236,6 +244,7 @@ class OptimizerItem:
 
     def __post_init__(self) -> None:
         self._parameters: dict[str, Tensor] = {}
+        self._devices: dict[str, torch.device] = {}  # of the tensors to fill, by their full names
         for number, group in enumerate(self.optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
                 name = self.names.get(id(parameter))
@@ -265,15 +274,16 @@ class OptimizerItem:
                 full = f"{self.name}/{key}/{parameter_name}"
                 if not isinstance(key, str) or "/" in key or key == "groups":
                     raise StateError(f"{self.name}: the state {key!r} of {parameter_name} needs a plain name")
-                if not isinstance(value, Tensor):
-                    entries[key], more = tree.encode(value, full)
-                    tensors |= more
-                    continue
                 entries[key], more = tree.encode(value, full)
-                tensors[full] = self._laid_out(value, parameter)
-                steady.add(full)
-                if value.device.type == "cpu" and parameter.device.type != "cpu":
-                    host.append(full)
+                tensors |= more
+                host += [
+                    name for name, one in more.items() if one.device.type == "cpu" and parameter.device.type != "cpu"
+                ]
+                if isinstance(value, Tensor):
+                    tensors[full] = self._laid_out(value, parameter)
+                    steady.add(full)
+                elif any(isinstance(one, DTensor) for one in more.values()):
+                    raise StateError(f"{full} has DTensors in a {type(value).__name__}, which cannot be restored")
             state[parameter_name] = entries
         plain = {"groups": groups, "state": state} | ({"host": host} if host else {})
         return Live(plain, tensors, frozenset(steady))
@@ -286,13 +296,17 @@ class OptimizerItem:
             if key == "groups":
                 targets[full] = _fresh(full, info)
                 continue
-            parameter = self._parameters.get(name)
+            # A tensor in a list or dictionary of a parameter's state has a path below the name of the parameter.
+            known = name in self._parameters
+            owner = name if known else next((one for one in self._parameters if name.startswith(f"{one}/")), name)
+            parameter = self._parameters.get(owner)
             if parameter is None:
                 raise StateError(
                     f"the checkpoint has the state {key} of {name}, and {self.name} has no such parameter; its "
                     f"parameters are {_some(self._parameters)}"
                 )
-            if info.shape == tuple(parameter.shape):
+            self._devices[full] = parameter.device
+            if known and info.shape == tuple(parameter.shape):
                 data = torch.empty_like(_local(parameter), dtype=DTYPES[info.dtype])
                 layout = replace(_layout(full, parameter), name=full)
                 targets[full] = Target(layout, data, lambda local, held=parameter: like(held, local))  # type: ignore[misc]
@@ -307,16 +321,11 @@ class OptimizerItem:
         if [group["params"] for group in groups] != [group["params"] for group in own]:
             raise StateError(f"{self.name}: its groups have other parameters, or another order, than the checkpoint")
         host = set(plain.get("host", ()))
+        placed = {full: tensors[full].to("cpu" if full in host else device) for full, device in self._devices.items()}
         for name, entries in plain["state"].items():
-            parameter = self._parameters[name]
-            state = {}
-            for key, value in entries.items():
-                full = f"{self.name}/{key}/{name}"
-                one = tree.decode(value, tensors, full)
-                if isinstance(one, Tensor):
-                    one = one.to("cpu" if full in host else parameter.device)
-                state[key] = one
-            self.optimizer.state[parameter] = state
+            self.optimizer.state[self._parameters[name]] = {
+                key: tree.decode(value, placed, f"{self.name}/{key}/{name}") for key, value in entries.items()
+            }
         for group, saved in zip(self.optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
 
@@ -373,10 +382,9 @@ class ValueItem:
             ):
                 targets[name] = _fresh(name, info)
             elif in_place:
-                targets[name] = replace(target, finish=lambda _, held=live: held)  # type: ignore[misc]
+                targets[name] = target
             else:
-                data = torch.empty_like(target.data)
-                targets[name] = Target(target.layout, data, lambda local, held=live: like(held, local))  # type: ignore[misc]
+                targets[name] = replace(target, finish=lambda local, held=live: like(held, local))  # type: ignore[misc]
         return targets
 
     def adopt(self, plain: Any, tensors: Mapping[str, Tensor]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +20,8 @@ from holdfast.spec.errors import DataError, UserCodeError
 from holdfast.spec.json_parsing import parse_json_object
 
 DEEPEST = 48  # levels of nesting
+_MAX_INTEGER = 1 << 4096  # Python writes integers of up to 4,300 digits as text
+_DEFAULTS = {one.__name__: one for one in (bool, int, float, str, list, dict, set)}  # of a defaultdict
 _TAG = "~"  # begins the only key of an object that stands for something else
 _REMEDY = "give the object state_dict() and load_state_dict(), or leave it out"
 
@@ -75,7 +77,11 @@ def _compare(first: Any, second: Any, path: str, found: list[str]) -> None:
 def _plain(value: object, path: str, tensors: dict[str, torch.Tensor], depth: int) -> Any:  # noqa: PLR0911, PLR0912 - by type
     if depth > DEEPEST:
         raise StateError(f"{path} is nested more than {DEEPEST} levels deep, or contains itself; {_REMEDY}")
-    if value is None or type(value) in (bool, int):
+    if value is None or type(value) is bool:
+        return value
+    if type(value) is int:
+        if abs(value) >= _MAX_INTEGER:
+            raise StateError(f"{path} is an integer of {value.bit_length()} bits; save its bytes")
         return value
     if isinstance(value, str) and type(value) is str:
         try:
@@ -88,24 +94,29 @@ def _plain(value: object, path: str, tensors: dict[str, torch.Tensor], depth: in
     if isinstance(value, torch.Tensor):
         if value.layout != torch.strided or value.is_quantized:
             raise StateError(f"{path} is a tensor with the layout {value.layout}; use a dense one")
-        tensors[path] = value
-        return {f"{_TAG}tensor": path}
+        return {f"{_TAG}tensor": _keep(value, path, tensors)}
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
         if array.dtype.kind not in "biufc" or array.dtype.byteorder == ">":
             raise StateError(f"{path} is an array of {array.dtype}; use numbers")
-        tensors[path] = torch.from_numpy(array.copy() if isinstance(value, np.generic) else np.ascontiguousarray(array))
-        return {f"{_TAG}array" if isinstance(value, np.ndarray) else f"{_TAG}number": path}
-    if type(value) in (bytes, bytearray):
-        return {f"{_TAG}bytes": bytes(value).hex()}  # type: ignore[call-overload]
+        tensor = torch.from_numpy(array.copy() if isinstance(value, np.generic) else np.ascontiguousarray(array))
+        return {f"{_TAG}{'array' if isinstance(value, np.ndarray) else 'number'}": _keep(tensor, path, tensors)}
+    if isinstance(value, bytes | bytearray) and type(value) in (bytes, bytearray):
+        return {f"{_TAG}{type(value).__name__}": value.hex()}
     if isinstance(value, dict) and type(value).__module__ in ("builtins", "collections"):
         pairs = [
             (_plain(key, f"the key {key!r} of {path}", tensors, depth + 1), item, f"{path}/{key}")
             for key, item in value.items()
         ]
         items = [(key, _plain(item, below, tensors, depth + 1)) for key, item, below in pairs]
-        if isinstance(value, Counter):
-            return {f"{_TAG}counter": [list(pair) for pair in items]}
+        if isinstance(value, Counter | OrderedDict):
+            kind = "counter" if isinstance(value, Counter) else "ordered"
+            return {f"{_TAG}{kind}": [list(pair) for pair in items]}
+        if isinstance(value, defaultdict):
+            factory = getattr(value.default_factory, "__name__", "")
+            if _DEFAULTS.get(factory) is not value.default_factory:
+                raise StateError(f"{path} is a defaultdict whose default is a function; use a dict")
+            return {f"{_TAG}default": [factory, [list(pair) for pair in items]]}
         if all(type(key) is str and not key.startswith(_TAG) for key, _ in items):
             return dict(items)
         return {f"{_TAG}map": [list(pair) for pair in items]}
@@ -113,6 +124,14 @@ def _plain(value: object, path: str, tensors: dict[str, torch.Tensor], depth: in
         rows = [_plain(item, f"{path}/{index}", tensors, depth + 1) for index, item in enumerate(value)]
         return rows if type(value) is list else {f"{_TAG}tuple": rows}
     raise StateError(f"{path} is a {type(value).__module__}.{type(value).__qualname__}, which is not saved; {_REMEDY}")
+
+
+def _keep(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:
+    """Add a tensor under its path, which another one may have: keys can contain `/`. Returns its name."""
+    while path in tensors:
+        path += _TAG
+    tensors[path] = tensor
+    return path
 
 
 def _value(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa: PLR0911 - by tag
@@ -132,11 +151,17 @@ def _value(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa: PLR
             return tensors[content].numpy()
         case "number":
             return tensors[content].numpy()[()]
-        case "bytes":
-            return bytes.fromhex(content)
+        case "bytes" | "bytearray" as kind:
+            return {"bytes": bytes, "bytearray": bytearray}[kind].fromhex(content)
         case "tuple":
             return tuple(_value(item, tensors) for item in content)
-        case "map" | "counter" as kind:
-            pairs = {_value(key, tensors): _value(item, tensors) for key, item in content}
-            return Counter(pairs) if kind == "counter" else pairs
+        case "default":
+            factory, pairs = content
+            return defaultdict(_DEFAULTS[factory] if factory else None, _pairs(pairs, tensors))
+        case "map" | "counter" | "ordered" as kind:
+            return {"map": dict, "counter": Counter, "ordered": OrderedDict}[kind](_pairs(content, tensors))
     raise ValueError(f"the tag {name!r} is not known")
+
+
+def _pairs(content: Any, tensors: Mapping[str, torch.Tensor]) -> dict[Any, Any]:
+    return {_value(key, tensors): _value(item, tensors) for key, item in content}

@@ -116,7 +116,12 @@ def test_metrics_that_are_logged_for_a_step_are_in_its_row(url: str) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(None, "is empty"), (b"\x80\x04N.", "is pickled"), ("link", "is no plain file")],
+    [
+        (None, "is empty"),
+        (b"\x80\x04N.", "is pickled"),
+        ("/etc/hostname", "is no plain file"),
+        ("/etc", "is no plain file"),
+    ],
 )
 def test_an_export_without_files_or_with_pickles_is_refused(
     url: str, tmp_path: Path, content: bytes | str | None, message: str
@@ -126,7 +131,8 @@ def test_an_export_without_files_or_with_pickles_is_refused(
     if isinstance(content, bytes):
         (folder / "model.bin").write_bytes(content)
     elif content:
-        (folder / "model").symlink_to("/etc/hostname")
+        (folder / "config.json").write_text("{}")
+        (folder / "model").symlink_to(content)
     with pytest.raises(StateError, match=message):
         run_script(url, "exporting", loop, 2, -1, None, str(folder))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,8 @@ VALUES: dict[str, Any] = {
     "keys": {1: "one", (2, "b"): "two", "~tuple": "no tag"},
     "counter": Counter({3: 2}),
     "order": OrderedDict([("z", 1), ("a", 2)]),
+    "default": defaultdict(list, {"a": [1]}),
+    "array": bytearray(b"\x01"),
     "empty": {},
 }
 
@@ -29,7 +31,7 @@ def test_plain_values_come_back_equal_with_their_types_and_order() -> None:
     plain, tensors = encode(VALUES, "state")
     assert not tensors
     back = decode(from_bytes(to_bytes(plain), "state"), {}, "state")
-    assert repr(back) == repr(VALUES | {"order": dict(VALUES["order"])})
+    assert repr(back) == repr(VALUES)
 
 
 def test_tensors_are_kept_apart_under_their_paths() -> None:
@@ -43,6 +45,13 @@ def test_tensors_are_kept_apart_under_their_paths() -> None:
     assert type(back["count"]) is np.float32
 
 
+def test_tensors_whose_paths_are_equal_are_kept_apart() -> None:
+    value = {"a/b": torch.tensor(1), "a": {"b": torch.tensor(2)}, "1": np.arange(2), 1: np.arange(3)}
+    plain, tensors = encode(value, "state")
+    back = decode(plain, tensors, "state")
+    assert (int(back["a/b"]), int(back["a"]["b"]), len(back["1"]), len(back[1])) == (1, 2, 2, 3)
+
+
 @pytest.mark.parametrize(
     ("value", "path"),
     [
@@ -50,6 +59,8 @@ def test_tensors_are_kept_apart_under_their_paths() -> None:
         ({"f": lambda: 0}, "state/f is a builtins.function"),
         ({"t": "\ud800"}, "state/t is text that is not Unicode"),
         ({"s": {1, 2}}, "state/s is a builtins.set"),
+        ({"d": defaultdict(lambda: 0)}, "state/d is a defaultdict whose default is a function"),
+        ({"i": 10**5000}, "state/i is an integer of 16610 bits"),
         ({"o": np.array([object()])}, "state/o is an array of object"),
         ({"x": torch.ones(2).to_sparse()}, "state/x is a tensor with the layout"),
     ],
