@@ -3,6 +3,9 @@
 A crash at any moment leaves whole objects or none. Bytes go to a hidden temporary file and are made durable by fsync of
 the file and of its folder. They appear under their key in one atomic step. Needs rename, hard links and, for
 compare_and_swap, flock.
+
+No operation follows a symbolic link below the root: objects outside the root would be read, listed and deleted. The
+root itself may be a link.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from blake3 import blake3
 from holdfast.runtime.locks import NO_LOCKS, no_locks, open_lock
 from holdfast.spec.errors import (
     AccessDeniedError,
+    DataError,
     HoldfastError,
     MissingError,
     NoSpaceError,
@@ -153,24 +157,26 @@ class FileStore:
         path = self._path(key)
         with self._speaking("stat", key):
             try:
-                status = path.stat()
+                status = path.lstat()
             except (FileNotFoundError, NotADirectoryError):
                 return None
-            return info(key, status) if path.is_file() else None
+            if stat.S_ISLNK(status.st_mode):
+                raise self._link_error(path)
+            return info(key, status) if stat.S_ISREG(status.st_mode) else None
 
     def list(self, prefix: str, after: str = "") -> Iterator[ObjectInfo]:
         """All objects whose key begins with `prefix` and comes after `after`, in the order of their keys."""
         folder = check_prefix(prefix).rpartition("/")[0]
-        return self._walk(self.root / folder, f"{folder}/" if folder else "", prefix, after)
+        return self._walk(self._folder(folder), f"{folder}/" if folder else "", prefix, after)
 
     def folders(self, prefix: str) -> Iterator[str]:
         """The names of the folders whose path begins with `prefix`, in order."""
         parent, _, beginning = check_prefix(prefix).rpartition("/")
-        folder = self.root / parent
+        folder = self._folder(parent)
         with self._speaking("list", prefix):
             try:
                 with os.scandir(folder) as entries:
-                    names = sorted(entry.name for entry in entries if entry.is_dir())
+                    names = sorted(entry.name for entry in entries if self._is_folder(entry))
             except (FileNotFoundError, NotADirectoryError):
                 return iter(())
         folder_names = (name for name in names if name.startswith(beginning) and not name.startswith("."))
@@ -199,9 +205,9 @@ class FileStore:
         oldest = time.time() - older_than
         count = 0
         with contextlib.suppress(OSError):
-            for leftover in (self.root / HIDDEN / "unfinished").iterdir():
+            for leftover in self._own_folder("unfinished").iterdir():
                 with contextlib.suppress(FileNotFoundError):
-                    if leftover.stat().st_mtime < oldest:
+                    if leftover.lstat().st_mtime < oldest:
                         leftover.unlink()
                         count += 1
         return count
@@ -227,10 +233,38 @@ class FileStore:
     def local_path(self, key: str) -> Path | None:
         """The file of the object; None if it does not exist."""
         path = self._path(key)
+        if path.is_symlink():
+            raise self._link_error(path)
         return path if path.is_file() else None
 
     def _path(self, key: str) -> Path:
-        return self.root / check_key(key)
+        folder, _, name = check_key(key).rpartition("/")
+        return self._folder(folder) / name
+
+    def _own_folder(self, name: str) -> Path:
+        return self._folder(f"{HIDDEN}/{name}")
+
+    def _folder(self, name: str) -> Path:
+        """A folder below the root. Raises DataError if it is reached by a symbolic link."""
+        path = str(self.root)
+        for part in name.split("/") if name else ():
+            path = f"{path}/{part}"
+            if os.path.islink(path):  # noqa: PTH114 - several times faster
+                raise self._link_error(path)
+        return Path(path)
+
+    def _link_error(self, path: Path | str) -> DataError:
+        return DataError(
+            f"{path}: is a symbolic link, and the store {self.url} follows none; replace it by what it names, or "
+            "remove it. To keep a folder on another disk, mount that disk there"
+        )
+
+    def _is_folder(self, entry: os.DirEntry[str]) -> bool:
+        """Raises DataError for a symbolic link: without the objects behind it a listing would be incomplete, and a
+        collector would delete what they need."""
+        if entry.is_symlink() and not entry.name.startswith("."):
+            raise self._link_error(entry.path)
+        return entry.is_dir(follow_symlinks=False)
 
     def _holds(self, key: str, pieces: Pieces) -> bool:
         with self._reading("put_if_absent", key) as descriptor:
@@ -248,7 +282,7 @@ class FileStore:
     def _temporary(self, operation: str, key: str, write: Callable[[int], None], size: int) -> Iterator[Path]:
         """A durable temporary file, always removed at the end, and the folder that its key needs."""
         path = self._path(key)
-        temporary = self.root / HIDDEN / "unfinished" / uuid.uuid4().hex
+        temporary = self._own_folder("unfinished") / uuid.uuid4().hex
         with self._speaking(operation, key, size):
             try:
                 make_folder(temporary.parent)
@@ -289,7 +323,7 @@ class FileStore:
     @contextlib.contextmanager
     def _locked(self, key: str) -> Iterator[None]:
         """Exclude other writers that swap `key`. The kernel releases the lock of a process that dies."""
-        lock = self.root / HIDDEN / "locks" / blake3(key.encode()).hexdigest()[:2]
+        lock = self._own_folder("locks") / blake3(key.encode()).hexdigest()[:2]
         make_folder(lock.parent)
         descriptor = open_lock(lock)
         try:
@@ -321,9 +355,14 @@ class FileStore:
         path = self._path(key)
         with self._speaking(operation, key):
             try:
-                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe would block the open
+                # A pipe would block the open.
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
             except (FileNotFoundError, NotADirectoryError):
                 raise MissingError(f"{operation} {key}: no such object in {self.url}") from None
+            except OSError as error:
+                if error.errno == errno.ELOOP and path.is_symlink():
+                    raise self._link_error(path) from None
+                raise
             try:
                 mode = os.fstat(descriptor).st_mode
                 if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
@@ -376,7 +415,7 @@ class FileStore:
         with self._speaking("list", prefix):
             try:
                 with os.scandir(folder) as entries:
-                    by_name = sorted((f"{e.name}/" if e.is_dir() else e.name, e) for e in entries)
+                    by_name = sorted((f"{e.name}/" if self._is_folder(e) else e.name, e) for e in entries)
             except (FileNotFoundError, NotADirectoryError):
                 return
             for name, entry in by_name:
@@ -389,4 +428,4 @@ class FileStore:
                     yield from self._walk(folder / entry.name, key, prefix, after)
                 elif key > after and key.startswith(prefix):
                     with contextlib.suppress(FileNotFoundError):  # deleted since the folder was read
-                        yield info(key, entry.stat())
+                        yield info(key, entry.stat(follow_symlinks=False))

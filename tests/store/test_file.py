@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.spec.errors import AccessDeniedError, NoSpaceError, StoreUnreachableError
+from holdfast.spec.errors import AccessDeniedError, DataError, NoSpaceError, StoreUnreachableError
 from holdfast.store import ConflictError, Store, open_store
 
 OLD, NEW = b"old content", b"new and longer content" * 1000
@@ -297,3 +297,54 @@ def test_each_new_folder_is_durable_before_an_object_in_it_has_its_key(
         if at < placed_at:
             assert ("fsync", str(Path(folder).parent)) in operations[at:placed_at], folder
     assert any(name == "fsync" and path.endswith("/packs") for name, path in operations[placed_at:])
+
+
+@pytest.mark.parametrize("name", ["link", "folder/link", ".holdfast/unfinished"])
+@pytest.mark.parametrize("target", ["file", "folder"])
+def test_no_operation_follows_a_link_below_the_root(root: Path, store: Store, name: str, target: str) -> None:
+    outside = root.parent / "outside"
+    outside.mkdir()
+    (outside / "object").write_bytes(OLD)
+    os.utime(outside / "object", (0, 0))
+    store.put("folder/own", NEW)
+    if name.startswith("."):
+        (root / name).rmdir()
+    (root / name).symlink_to(outside if target == "folder" else outside / "object")
+    key = f"{name}/object" if target == "folder" else name
+    operations: list[Callable[[], object]] = [
+        lambda: store.get(key),
+        lambda: store.stat(key),
+        lambda: store.local_path(key),
+        lambda: list(store.list("")),
+        lambda: list(store.list(f"{name}/" if target == "folder" else name)),
+        lambda: list(store.folders("folder/" if "/" in name else "")),
+        lambda: store.put_if_absent(key, OLD),
+        lambda: store.compare_and_swap(key, NEW, None),
+        lambda: store.download(key, root.parent / "copy"),
+    ]
+    if target == "folder":
+        operations += [lambda: store.put(key, NEW), lambda: store.delete(key)]
+    if name.startswith("."):
+        operations = [lambda: store.put("folder/new", NEW), lambda: store.end_abandoned("runs/", 0.0)]
+    for operation in operations:
+        with pytest.raises(DataError, match=rf"{root}/{name}: is a symbolic link.* replace it"):
+            operation()
+    assert (outside / "object").read_bytes() == OLD
+    assert store.get("folder/own") == NEW
+    (root / name).unlink()
+    assert [info.key for info in store.list("")] == ["folder/own"]
+
+
+def test_the_object_in_the_place_of_a_link_is_replaced_and_deleted_not_its_target(root: Path, store: Store) -> None:
+    (root.parent / "outside").write_bytes(OLD)
+    root.mkdir()
+    for operation in (lambda: store.put("link", NEW), lambda: store.delete("link")):
+        (root / "link").symlink_to(root.parent / "outside")
+        operation()
+        assert not (root / "link").is_symlink()
+        (root / "link").unlink(missing_ok=True)
+    assert (root.parent / "outside").read_bytes() == OLD
+    linked = open_store(f"file://{root.parent}/alias")
+    (root.parent / "alias").symlink_to(root)
+    linked.put("a/b", NEW)
+    assert [info.key for info in linked.list("")] == ["a/b"], "the root itself may be a link"
