@@ -231,6 +231,11 @@ def _locate(files: Files, rows: Mapping[str, list[Rows]], found: ReadConfig) -> 
         shape = shape_of(parts)
         if parts[0].experts and len(shape) == 3 and name not in places and name + BLOCKS in places:
             experts, columns, height = shape
+            if columns % MXFP4_BLOCK:
+                raise DataError(
+                    f"{files.where}: {name + BLOCKS} has rows of {columns} numbers; MXFP4 needs multiples of "
+                    f"{MXFP4_BLOCK}"
+                )
             shapes[name + BLOCKS] = (experts, height, columns // MXFP4_BLOCK, MXFP4_BLOCK // 2)
             shapes[name + SCALES] = (experts, height, columns // MXFP4_BLOCK)
         else:

@@ -70,6 +70,9 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
     fields["model"] |= {"kv_heads": model.key_value_heads, "head_dim": model.head_width, "ffn": model.ffn_width}
     fields["model"]["layer_pattern"] = list(model.layer_kinds)
     fields["model"]["dense_ffn"] = model.dense_ffn or model.ffn_width
+    for name, default in (("rope_local_theta", model.rope_theta), ("query_scalar", model.head_width)):
+        if getattr(model, name) == default:
+            fields["model"][name] = None
     start, _, teacher = first_weights.partition("+")
     if start:
         fields["model"]["init_from"] = start

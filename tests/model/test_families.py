@@ -397,6 +397,18 @@ def test_weights_of_gpt_oss_in_four_bits_are_read_exactly(tmp_path: Path) -> Non
         assert torch.equal(weights.part(key, (slice(3, 9),)), plain.tensor(key)[3:9])
 
 
+def test_rows_that_are_no_whole_blocks_of_four_bits_are_refused(tmp_path: Path) -> None:
+    ours = decoder(shape(family="gpt_oss", experts=4, sliding_window=8, hidden=40), VOCABULARY)
+    export(tmp_path, ours)
+    tensors, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.mlp.experts.gate_up_proj"
+    experts, _, rows = tensors.pop(name).shape
+    tensors[f"{name}_blocks"] = torch.zeros(experts, rows, 1, 16, dtype=torch.uint8)
+    tensors[f"{name}_scales"] = torch.zeros(experts, rows, 1, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(DataError, match=r"gate_up_proj_blocks has rows of 40 numbers; MXFP4 needs multiples of 32"):
+        read_hugging_face(tmp_path)
+
+
 def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """As `transformers` does it: [experts, columns, rows] in bf16."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors

@@ -173,6 +173,15 @@ def test_the_run_id_does_not_depend_on_how_a_value_is_written(spec: Spec) -> Non
     assert run_id(parse_spec(text_with(**as_text)), "d") == run_id(parse_spec(text_with(**as_number)), "d")
 
 
+def test_a_default_of_a_family_that_is_written_out_is_the_same_run() -> None:
+    def gemma_id(**fields: Any) -> str:
+        model = {"family": "gemma3_text", "sliding_window": 64, "head_dim": 32, **fields}
+        return run_id(Spec.model_validate({"name": "a", "data": {"sources": [{"uri": "x"}]}, "model": model}), "d")
+
+    assert gemma_id(query_scalar=32, rope_local_theta=10_000) == gemma_id()
+    assert len({gemma_id(), gemma_id(query_scalar=64), gemma_id(rope_local_theta=500)}) == 3
+
+
 def test_a_digest_does_not_depend_on_the_order_of_keys_and_knows_every_value() -> None:
     assert digest({"a": 1, "b": [2, {"c": 3, "d": 4}]}) == digest({"b": [2, {"d": 4, "c": 3}], "a": 1})
     values: list[object] = [0, 1, 1.5, "1", "", None, True, [], {}, [1], {"a": 1}, {"a": "1"}, "é"]
