@@ -11,12 +11,15 @@ from torch import nn
 from typer.testing import CliRunner
 
 import holdfast
+from holdfast.checkpoint import Attempt, Checkpointer, Retention
+from holdfast.collectives import Gang
 from holdfast.components.train.exactness import Exactness, compare_runs
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.paths import load_spec
+from holdfast.script.state import ScriptState
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import NotExactError
-from tests.checkpoint.saving import opened
+from tests.checkpoint.saving import DESCRIBE, opened
 from tests.script.launched import run_script
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "scripts"
@@ -67,6 +70,16 @@ def test_a_difference_is_named(tmp_path: Path, fault: str, message: str) -> None
 
 
 @pytest.mark.slow  # three launches of two ranks
+def test_a_difference_in_the_state_of_one_rank_is_named(tmp_path: Path) -> None:
+    store, gang = opened(f"file://{tmp_path}"), Gang()
+    for run, position in (("calm", 4), ("stopped", 3)):
+        state = ScriptState({"shared": {"a": 1}}, {"loader": {"position": position}}, gang)
+        writer = Checkpointer(store, Attempt(run, 1), Retention(9), describe=DESCRIBE, gang=gang)
+        writer.save(8, state.saved(state.live()), {})
+        writer.wait()
+    assert compare_runs(store, "calm", "stopped", 8, 4).values == ("loader.position: 4 and 3",)
+
+
 def test_the_example_of_a_bare_loop_is_exact() -> None:
     result = CliRunner().invoke(app, ["verify", str(EXAMPLES / "loop" / "spec.yaml"), "--steps", "4"])
     assert result.exit_code == ExitCode.OK, result.output

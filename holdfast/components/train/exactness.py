@@ -81,15 +81,16 @@ def compare_runs(store: Store, calm: str, stopped: str, steps: int, resume_at: i
     one, other = open_checkpoint(store, calm, steps), open_checkpoint(store, stopped, steps)
     found = differences(one, other)
     tensors = [difference.name for difference in found.tensors] + [*found.only_one, *found.only_other, *found.unlike]
-    values = [] if TREE not in one.tensors else differing_paths(_plain(one), _plain(other))
-    named = [name for name in tensors if not name.startswith(TREE)]
+    trees = [name for name in one.tensors if name.partition("/")[0] == TREE and name in other.tensors]  # one per rank
+    values = [path for name in trees for path in differing_paths(_plain(one, name), _plain(other, name))]
+    named = [name for name in tensors if name not in trees]
     return Exactness(
         steps, resume_at, tuple(_rows(store, calm, stopped, resume_at)), tuple(values), tuple(sorted(set(named)))
     )
 
 
-def _plain(checkpoint: Checkpoint) -> object:
-    return from_bytes(checkpoint.tensor(TREE), TREE)["items"]
+def _plain(checkpoint: Checkpoint, name: str) -> object:
+    return from_bytes(checkpoint.tensor(name), name)["items"]
 
 
 def _rows(store: Store, calm: str, stopped: str, resume_at: int) -> list[str]:
