@@ -60,7 +60,7 @@ def log_command(job: Job, ending: GangExit) -> str:
     """The command that shows the log of the rank which explains an ending."""
     rank = (ending.node or 0) * job.processes if ending.rank is None else ending.rank
     which = f"--launch {job.launch}" if not ending.attempt else f"--attempt {ending.attempt}"
-    return f"its log: holdfast logs {job.run_id} --rank {rank} {which}"
+    return f"show it: holdfast logs {job.run_id} --rank {rank} {which}"
 
 
 class Launcher(Protocol):

@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails
 from holdfast.spec import rules, strict_yaml
 from holdfast.spec.errors import MissingError, Problem, SpecError
 from holdfast.spec.fields import allowed, find, section_of
+from holdfast.spec.functions import USE
 from holdfast.spec.rules.secrets import names_secret
 from holdfast.spec.section import RefusedFieldError
 from holdfast.spec.training import AUTO
@@ -51,6 +52,7 @@ _KINDS = {
     "dict": "names with values",
     "model": "a group of fields",
 }
+_OWN_FUNCTION = "FILE.py:FUNCTION, such as mine.py:focal"
 _OUT_OF_RANGE = ("greater_than_equal", "greater_than", "less_than_equal", "less_than")
 
 
@@ -308,7 +310,7 @@ def _problem(detail: ErrorDetails) -> Problem:
     section, info, item = find(location)
     if info is None:
         return _unknown_key(field, str(location[-1]), detail["input"], list(section.model_fields) if section else [])
-    remedy = f"use {allowed(info, item)}. {info.description}"
+    remedy = _remedy(detail, info, item)
     value: object = _shown(str(location[-1]), detail["input"]) if item else detail["input"]
     match kind:
         case "missing":
@@ -340,6 +342,14 @@ def _problem(detail: ErrorDetails) -> Problem:
         case _:
             message = detail["msg"][0].lower() + detail["msg"][1:]
     return Problem(field, value, message, remedy)
+
+
+def _remedy(detail: ErrorDetails, info: FieldInfo, item: bool) -> str:
+    """What to write in a field, or in an item of its list."""
+    if detail.get("ctx", {}).get("pattern") == USE:
+        return f"use {_OWN_FUNCTION}. {info.description}"
+    own = f" A function of your own is {_OWN_FUNCTION}." if detail["loc"][-2:] == ("objective", "kind") else ""
+    return f"use {allowed(info, item)}. {info.description}{own}"
 
 
 def _shown(key: str, value: object) -> object:

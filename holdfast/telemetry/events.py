@@ -163,10 +163,11 @@ class Progress(_Event):
         """See _Event."""
         seconds = int(self.seconds_left)
         speed = "" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f} tokens/s  "
+        norm = "" if self.grad_norm is None else f"grad_norm {_number(self.grad_norm, 3)}  "
         used = "" if self.mfu is None else f"{100 * self.mfu:.1f} % MFU  "
         return (
             f"step {self.step:,}/{self.steps:,} ({_percent(self.step, self.steps)} %)  loss {_number(self.loss, 4)}  "
-            f"grad_norm {_number(self.grad_norm, 3)}  {speed}{used}"
+            f"{norm}{speed}{used}"
             f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
         )
 

@@ -12,16 +12,19 @@ from torch import nn
 import holdfast
 from holdfast.checkpoint import list_attempts
 from holdfast.code import make_bundle, publish
-from holdfast.components.train.script import train_script
+from holdfast.components.train.script import _finish, train_script
 from holdfast.components.train.step import GangError
 from holdfast.launch.launches import read_exits
+from holdfast.pipelines.view.catalog import find_run
+from holdfast.pipelines.view.report import print_run
 from holdfast.runtime.exits import code_of
 from holdfast.script.process import _failure
 from holdfast.script.tree import StateError
 from holdfast.spec import ExitCode, Spec, parse_spec
 from holdfast.spec.errors import DivergedError, SpecError
 from holdfast.store import Store
-from holdfast.telemetry import read_history
+from holdfast.telemetry import read_events, read_history, recording
+from holdfast.telemetry.run_metadata import write_run_metadata
 from tests.checkpoint.saving import opened
 from tests.script.launched import ask_to_leave, digest_of_run, run_script
 
@@ -174,6 +177,26 @@ def script_spec(folder: Path, store: Store, *more: str) -> Spec:
     digest = publish(store, make_bundle(folder))
     tree = {"name": "script", "code": digest, "train": {"script": "train.py", "determinism": "exact"}}
     return parse_spec(tree, ["checkpoint.every_steps=3", *more])
+
+
+def test_a_script_that_never_calls_the_session_ends_with_a_warning_that_nothing_was_saved(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    store = opened(url)
+    spec = script_spec(tmp_path / "code", store)
+    write_run_metadata(store, "fedcba9876543210", spec, "", "")
+    with recording(store, "fedcba9876543210", "train"):
+        _finish(spec, "fedcba9876543210", store)
+    (event,) = read_events(store, "fedcba9876543210")
+    assert event.is_news
+    assert event.text.startswith("train.py saved nothing: it never called session.restore and session.step")
+    record = find_run(store, "fedcba9876543210")
+    print_run(record, store)
+    printed = capsys.readouterr().out
+    assert "step        0, in 0 attempts" in printed
+    assert "checkpoints list" not in printed
+    assert not [line for line in printed.splitlines() if line.strip() in ("dataset", "figures", "model")]
 
 
 @pytest.mark.slow  # four launches

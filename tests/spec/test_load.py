@@ -75,6 +75,8 @@ def test_every_example_is_a_spec(path: Path) -> None:
         ("cluster.tolerations.0.effect", "NoShedule", "not one of the choices", "did you mean 'NoSchedule'?"),
         ("cluster.volumes.0.path", "relative", "form that is not allowed", "absolute path"),
         ("version", 0, "not one of the choices", "use `1`"),
+        ("training.objective.kind", "focal", "not one of the choices", "your own is FILE.py:FUNCTION, such as mine.py"),
+        ("training.objective.use", "focal", "form that is not allowed", "use FILE.py:FUNCTION, such as mine.py:focal"),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_what_is_allowed(

@@ -461,6 +461,10 @@ def test_a_forked_process_is_another_writer(tmp_path: Path, pipe: Path) -> None:
     assert len({event.writer for event in events}) == 2
 
 
+def test_progress_of_a_script_leaves_out_what_it_does_not_report() -> None:
+    assert Progress(step=1, steps=4, loss=2.5, seconds_left=1).text == "step 1/4 (25 %)  loss 2.5000  00:00:01 left"
+
+
 def test_the_text_of_an_exit_names_the_code() -> None:
     assert LaunchEnded(code=137, restart_in=2.0, launch=4, detail="rank 1\non b").text == (
         "launch 4 ended (killed); starting the next in 2 s: rank 1 on b"

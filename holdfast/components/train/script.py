@@ -17,8 +17,9 @@ from holdfast.script.assignment import ScriptAssignment
 from holdfast.spec import Spec, run_id
 from holdfast.spec.errors import MissingError
 from holdfast.store import Store, layout
-from holdfast.telemetry import read_history, recorded_step
+from holdfast.telemetry import emit, read_history, recorded_step
 from holdfast.telemetry.event_log import StoreEvents
+from holdfast.telemetry.events import WarningIssued
 from holdfast.telemetry.run_metadata import write_run_metadata
 from holdfast.telemetry.serving import show_traces, showing_metrics
 from holdfast.tracking import RunTracker
@@ -58,7 +59,12 @@ def _finish(spec: Spec, identity: str, store: Store) -> ScriptResult:
     attempts = [number for number, _ in list_attempts(store, identity)]
     result = ScriptResult(run_id=identity, code=str(spec.code), step=step or 0, attempts=len(attempts))
     if step is None:
-        log.warning("run %s: the script saved no state; see docs/your-own-code.md", identity)
+        message = (
+            f"{spec.train.script} saved nothing: it never called session.restore and session.step, so a failure starts "
+            "it from the beginning; add the lines of `holdfast init` (docs/your-own-code.md)"
+        )
+        log.warning("run %s: %s", identity, message)
+        emit(WarningIssued(message=message))
     else:
         manifest = read_manifest(store, identity, step)
         folder = layout.export(identity, step, manifest.state_digest)

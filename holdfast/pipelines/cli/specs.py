@@ -117,7 +117,7 @@ def verify(
 _LOOP = """import holdfast
 
 session = holdfast.session(seed=0)                  # before anything is drawn
-start = session.restore(model=model, optimizer=optimizer, steps=steps)
+start = session.restore(model=model, optimizer=optimizer, steps=steps)  # and schedule=, ...: all that has state
 for step in range(start, steps):
     ...                                             # your step
     session.step(step + 1, loss=loss)               # after each optimizer step

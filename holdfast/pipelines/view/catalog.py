@@ -86,7 +86,9 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """The number of steps in the spec; 0 if unknown."""
+        """The number of steps in the spec; 0 if unknown, as of a script."""
+        if self.is_script:
+            return 0
         training = self.spec.get("training")
         steps = training.get("steps", 0) if isinstance(training, dict) else 0
         return steps if isinstance(steps, int) else 0

@@ -128,6 +128,8 @@ def print_run(record: RunRecord, store: Store, whole_spec: bool = False) -> None
     """Print all data about a run. The spec comes last, without defaults unless `whole_spec`."""
     console, events = _console(), read_events(store, record.run_id)
     for label, value in _facts(record, store, events):
+        if label and not value:  # a script has no dataset
+            continue
         console.print(f"[dim]{label:<11}[/dim] {escape(value)}", highlight=False, soft_wrap=True)
     rows = list(timeline(events))
     if rows:
@@ -252,7 +254,7 @@ def _reached(record: RunRecord, events: Sequence[Event]) -> str:
     progress = next((event for event in reversed(events) if isinstance(event, Progress)), None)
     steps = record.steps or (progress.steps if progress else 0)
     if record.result is not None or progress is None or progress.step <= record.step:
-        return f"{record.step} of {steps}"
+        return f"{record.step} of {steps}" if steps else str(record.step)
     return f"{progress.step} of {steps} ({f'step {record.step}' if record.step else 'none'} is saved)"
 
 

@@ -24,6 +24,8 @@ def print_summary(console: Console, store: Store, record: RunRecord, log: Path |
     title = f"{escape(record.name)}  run {record.run_id}  [{colour}]{escape(outcome(record))}[/{colour}]"
     _print(console, f"\n[bold]{title}[/bold]\n")
     for label, value in _rows(store, record, log):
+        if label and not value:  # a script has no verdict and no report
+            continue
         _print(console, f"  [dim]{label:<11}[/dim] {escape(value)}")
     _print(console, "")
 
@@ -89,7 +91,9 @@ def next_commands(store: Store, record: RunRecord) -> list[str]:
     prompt = " ".join(str(prompts[0]).split()) or "Once upon a time"
     store_option = [] if open_store(store_url()).url == store.url else ["--store", store.url]
     use = ["checkpoints", "list", short] if record.is_script else ["models", "generate", short, prompt]
-    commands = ([*use, *store_option], ["show", short, *store_option], ["ui"])
+    commands = [["show", short, *store_option], ["ui"]]
+    if not record.is_script or record.step:  # a script without a session has no checkpoint
+        commands.insert(0, [*use, *store_option])
     return [shlex.join(["holdfast", *command]) for command in commands]
 
 

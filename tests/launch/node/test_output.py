@@ -182,7 +182,7 @@ def test_the_exit_detail_has_the_command_for_the_log_of_the_failed_rank(tmp_path
         threading.Event(),
         lambda _, e: endings.append(e),
     ).run()
-    assert ending.detail.endswith(f"its log: holdfast logs {RUN} --rank 1 --launch 1")
+    assert ending.detail.endswith(f"show it: holdfast logs {RUN} --rank 1 --launch 1")
     assert endings == [ending]
     assert json.loads(store.get(f"{layout.rank_log(RUN, 1, stream_of(store, 1).name)}stream.json"))["code"] == 12
     assert isinstance(open_store(store.url), type(store))
