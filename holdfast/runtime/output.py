@@ -18,11 +18,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO, cast
+from pathlib import Path
+from typing import IO, Any, TextIO, cast
 
 from holdfast.runtime.secrets import StreamRedactor, redact
+from holdfast.spec.redaction.patterns import MOST
 
 CHUNK = 1 << 16  # bytes to read from a child process at a time
+LONGEST_LINE = 1 << 20  # bytes of a line that a reader of a log holds
 LOCK_SECONDS = 1.0  # a fork may have copied a locked lock
 
 
@@ -213,13 +216,75 @@ def without_controls(text: str) -> str:
     return _CONTROLS.sub("", _SEQUENCES.sub("", text))
 
 
+class LineCutter:
+    """The lines of bytes that arrive in pieces. It holds at most LONGEST_LINE bytes of a line.
+
+    The end of a longer line is counted and dropped, and a mark shows how much. The cut is at a space if one is near, so
+    that no half secret is left.
+    """
+
+    def __init__(self) -> None:
+        self.size = 0  # bytes so far
+        self._kept, self._cut = bytearray(), 0
+
+    def add(self, data: bytes) -> Iterator[bytes]:
+        """Add bytes. Returns the lines that they complete, without their ends."""
+        self.size += len(data)
+        *complete, rest = data.split(b"\n")
+        for part in complete:
+            self._keep(part)
+            yield self._take()
+        self._keep(rest)
+
+    def rest(self) -> Iterator[bytes]:
+        """The last line, if it has no end."""
+        if self._kept:
+            yield self._take()
+
+    def _keep(self, part: bytes) -> None:
+        room = LONGEST_LINE - len(self._kept)
+        self._kept += part[:room]
+        self._cut += max(0, len(part) - room)
+
+    def _take(self) -> bytes:
+        line = bytes(self._kept)
+        if self._cut:
+            end = line.rfind(b" ", len(line) - MOST)
+            end = end if end > 0 else len(line)
+            line = line[:end] + b" [holdfast: %d bytes of this line were cut here]" % (self._cut + len(line) - end)
+        self._kept.clear()
+        self._cut = 0
+        return line
+
+
+def redacted_pieces(output: IO[str]) -> Iterator[str]:
+    """What a process prints, without secrets: whole lines, and a line of more than CHUNK characters in pieces."""
+    redactor = StreamRedactor()
+    while line := output.readline(CHUNK):
+        if text := redactor.add(line):
+            yield text
+    if rest := redactor.rest():
+        yield rest
+
+
 def printed_by(process: subprocess.Popen[bytes]) -> Iterator[str]:
-    """The output of a process as it arrives, in whole lines and without secrets."""
+    """The output of a process as it arrives, in whole lines and without secrets. Longer lines than LONGEST_LINE are
+    cut."""
     assert process.stdout is not None
-    redactor, rest = StreamRedactor(), b""
+    redactor, cutter = StreamRedactor(), LineCutter()
+
+    def redacted(lines: Iterable[bytes]) -> str:
+        return redactor.line(b"".join(line + b"\n" for line in lines).decode(errors="replace"))
+
     while block := os.read(process.stdout.fileno(), CHUNK):
-        lines, end, rest = (rest + block).rpartition(b"\n")
-        if end:
-            yield redactor.line((lines + end).decode(errors="replace"))
-    if rest:
-        yield redactor.line(rest.decode(errors="replace")) + "\n"
+        if text := redacted(cutter.add(block)):
+            yield text
+    if text := redacted(cutter.rest()):
+        yield text
+
+
+def end_of_file(path: Path, lines: int) -> list[str]:
+    """The last lines of a text file, at most LONGEST_LINE bytes of it."""
+    with path.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE))
+        return file.read(LONGEST_LINE).decode(errors="replace").splitlines()[-lines:]

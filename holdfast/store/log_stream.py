@@ -24,6 +24,7 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from holdfast.runtime.output import LineCutter
 from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import HoldfastError, MissingError
 from holdfast.store.interface import ObjectInfo, Store
@@ -174,7 +175,7 @@ class StreamReader:
         """`folder`: of the stream."""
         self._store, self._folder = store, folder
         self._read: dict[int, int] = {}  # bytes of each piece
-        self._torn = b""
+        self._cutter = LineCutter()
 
     def new_lines(self, objects: Sequence[ObjectInfo] | None = None) -> Iterator[str]:
         """The lines since the last call; the last one only once it is whole. `objects`: of its folder, if listed."""
@@ -195,11 +196,9 @@ class StreamReader:
 
     def rest(self) -> Iterator[str]:
         """The last line, if it has no end."""
-        if self._torn:
-            torn, self._torn = self._torn, b""
-            yield torn.decode("utf-8", "replace")
+        for line in self._cutter.rest():
+            yield line.decode("utf-8", "replace")
 
     def _lines(self, data: bytes) -> Iterator[str]:
-        *complete, self._torn = (self._torn + data).split(b"\n")
-        for line in complete:
+        for line in self._cutter.add(data):
             yield line.rstrip(b"\r").decode("utf-8", "replace")

@@ -27,7 +27,8 @@ from holdfast.launch.processes import WarmProcess, WarmServer
 from holdfast.launch.reporting import LaunchLog
 from holdfast.runtime.environment import home, make_folder
 from holdfast.runtime.locks import NO_LOCKS, no_locks
-from holdfast.runtime.secrets import StreamRedactor, for_ranks
+from holdfast.runtime.output import redacted_pieces
+from holdfast.runtime.secrets import for_ranks
 
 log = logging.getLogger("holdfast.launch")
 
@@ -224,12 +225,10 @@ def _lock(lock: TextIO, run_id: str) -> None:
 
 def _keep(output: TextIO, path: Path, tail: deque[str]) -> None:
     """Write what a launch prints to the file `path`, until it has ended."""
-    redactor = StreamRedactor()
     with _naming(path), LaunchLog(path) as printed:
-        for line in output:
-            if text := redactor.line(line):
-                printed.write(text)
-                tail.append(text.rstrip("\n"))
+        for text in redacted_pieces(output):
+            printed.write(text)
+            tail.append(text.rstrip("\n"))
 
 
 @contextmanager

@@ -35,7 +35,8 @@ from holdfast.launch.slurm.environment import own_job, without_step
 from holdfast.runtime import sealing
 from holdfast.runtime.environment import make_folder
 from holdfast.runtime.node import free_port
-from holdfast.runtime.secrets import StreamRedactor, for_ranks
+from holdfast.runtime.output import redacted_pieces
+from holdfast.runtime.secrets import for_ranks
 from holdfast.spec.errors import ClusterUnreachableError, ExitCode, Problem, SpecError
 
 log = logging.getLogger("holdfast.launch")
@@ -122,10 +123,9 @@ class SlurmLauncher:
                 if self._stop_requested.is_set():  # stopped in between
                     self.stop()
                 assert step.stdout is not None
-                redactor = StreamRedactor()
-                for line in map(redactor.line, step.stdout):
-                    printed.write(line)
-                    tail.append(line.rstrip("\n"))
+                for text in redacted_pieces(step.stdout):
+                    printed.write(text)
+                    tail.append(text.rstrip("\n"))
                 return as_exit_code(step.wait()), tuple(tail)
             except BaseException:  # such as a full disk under the log: no process follows the gang any more
                 self._signal("KILL")

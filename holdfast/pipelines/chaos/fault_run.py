@@ -22,6 +22,7 @@ import psutil
 from holdfast.pipelines.chaos.disk import Disk
 from holdfast.pipelines.chaos.faults import FAULTS, Clock, Scene
 from holdfast.pipelines.chaos.proxy import FaultyProxy
+from holdfast.runtime.output import end_of_file
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import HoldfastError
 from holdfast.telemetry.channel import PIPE
@@ -249,5 +250,5 @@ class Run:
             raise ChaosError(f"{self.commands} times the command, and the run has not ended\n{self._tail()}", 1)
 
     def _tail(self) -> str:
-        lines = self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+        lines = end_of_file(self.log, TAIL_LINES)
         return "\n".join(f"    {line}" for line in [*lines, f"all of it: {self.log}"])

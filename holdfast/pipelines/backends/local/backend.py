@@ -22,6 +22,7 @@ from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
 from holdfast.pipelines.view.catalog import RunRecord, all_runs, find_run, read_run
 from holdfast.runtime.environment import store_url
+from holdfast.runtime.output import CHUNK, LineCutter
 from holdfast.spec.errors import HoldfastError, MissingError
 from holdfast.steps import STEPS
 from holdfast.store import Store, open_store
@@ -162,17 +163,13 @@ def _by_step(lines: Iterator[str]) -> Iterator[tuple[str, str]]:
 
 def _lines(file: Path, following: Record | None) -> Iterator[str]:
     """The lines of a file; with a run to follow, until it has ended."""
+    cutter = LineCutter()
     with file.open(encoding="utf-8", errors="replace") as content:
-        pending = ""
         while True:
             alive = following is not None and following.alive  # read first, so the last pass misses no line
-            for line in content:
-                pending += line
-                if pending.endswith("\n"):
-                    yield pending.rstrip("\n")
-                    pending = ""
+            while piece := content.read(CHUNK):
+                yield from (line.decode(errors="replace") for line in cutter.add(piece.encode()))
             if not alive:
                 break
             time.sleep(POLL_SECONDS)
-        if pending:
-            yield pending
+    yield from (line.decode(errors="replace") for line in cutter.rest())

@@ -29,6 +29,7 @@ from holdfast.pipelines.view.catalog import RunRecord, read_run
 from holdfast.pipelines.view.summary import print_summary
 from holdfast.pipelines.view.terminal import Board, SafeConsole
 from holdfast.runtime.environment import has_mlflow, log_dir, make_folder, store_url
+from holdfast.runtime.output import end_of_file
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec import ExitCode, Spec, run_id
 from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, NoSpaceError
@@ -245,7 +246,7 @@ def _newest_log(run: str) -> Path | None:
 
 def tail_of(log: Path) -> str:
     """The last lines of a log."""
-    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:])
+    return "\n".join(end_of_file(log, TAIL_LINES))
 
 
 def _say(console: Console, text: str) -> None:

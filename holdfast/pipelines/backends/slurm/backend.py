@@ -50,6 +50,7 @@ from holdfast.pipelines.paths import store_root
 from holdfast.pipelines.table import EDGES, FAN_OUT_START, START, SWEEP_EDGES, steps_from
 from holdfast.runtime.environment import store_url
 from holdfast.runtime.logs import plain
+from holdfast.runtime.output import CHUNK, LineCutter
 from holdfast.spec.errors import HoldfastError, MissingError
 from holdfast.steps import STEPS
 from holdfast.steps.jobs import outcomes_of
@@ -176,17 +177,18 @@ class Slurm:
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
         """The output of the jobs, from Slurm's log files."""
-        byte_counts: dict[Path, int] = {}  # bytes
+        cutters: dict[Path, LineCutter] = {}
         while True:
             chain = self._find(run)
             unfinished = chain.unfinished  # read first, so the last pass misses no line
             for name, file in _log_files(chain):
                 if is_step(step, name):
-                    yield from ((name, line) for line in _new_lines(file, byte_counts, whole=not unfinished))
+                    cutter = cutters.setdefault(file, LineCutter())
+                    yield from ((name, line) for line in _new_lines(file, cutter, whole=not unfinished))
             if not follow or not unfinished:
                 break
             time.sleep(POLL_SECONDS)
-        if not byte_counts:
+        if not cutters:
             raise MissingError(
                 f"{chain.id}: there is no log of {step or 'any step'} in {folder_of(chain.key)}: it has not begun, or "
                 "HOLDFAST_HOME here is another folder than where it was submitted"
@@ -335,11 +337,15 @@ def _avoided_nodes(chain: Chain) -> frozenset[str]:
     return frozenset()
 
 
-def _new_lines(file: Path, shown: dict[Path, int], *, whole: bool) -> Iterator[str]:
+def _new_lines(file: Path, cutter: LineCutter, *, whole: bool) -> Iterator[str]:
     """The new lines of a file; with `whole`, also a last line without its end."""
     with file.open("rb") as content:
-        content.seek(shown.setdefault(file, 0))
-        new = content.read()
-    complete = new if whole else new[: new.rfind(b"\n") + 1]
-    shown[file] += len(complete)
-    yield from (plain(line) for line in complete.decode(errors="replace").splitlines())
+        content.seek(cutter.size)
+        while data := content.read(CHUNK):
+            yield from _texts(cutter.add(data))
+    if whole:
+        yield from _texts(cutter.rest())
+
+
+def _texts(lines: Iterator[bytes]) -> Iterator[str]:
+    return (plain(text) for line in lines for text in line.decode(errors="replace").splitlines() or [""])
