@@ -1,11 +1,13 @@
 """`model.from`: the fields of a spec that a published model determines, filled in before a run is submitted.
 
 Promises that the resulting spec is the same as with the fields written out, and that a field that contradicts the
-model is refused. Every later part sees a plain spec. Weights are not read here: the train step checks them.
+model is refused, also if the spec names `model.init_from` directly. Every later part sees a plain spec. Weights are not
+read here: the train step checks them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,12 +17,15 @@ from holdfast.corpus.chat import ending_of_turns, read_settings, read_template
 from holdfast.corpus.files import read_user_file
 from holdfast.corpus.tokenizer import MAX_FILE_BYTES
 from holdfast.dataset.vocabulary import token_ids
-from holdfast.model.config import OWN, ReadConfig, fixed_fields, read_config
+from holdfast.model.config import OWN, ReadConfig, fixed_fields, problems_with_weights, read_config
 from holdfast.model.hub import hub_commit, is_hub, parse_place
+from holdfast.spec import Spec
 from holdfast.spec.data import Data
-from holdfast.spec.errors import DataError, MissingError, Problem
+from holdfast.spec.errors import DataError, HoldfastError, MissingError, Problem, SpecError
 from holdfast.spec.load import FROM, written_leaves
 from holdfast.spec.model import Model
+
+log = logging.getLogger("holdfast.corpus")
 
 _NAME = f"model.{FROM}"
 _LAYOUT = "name a folder in the Hugging Face layout, s3://bucket/folder or hf://owner/name[@revision]"
@@ -46,6 +51,40 @@ def fill_from_model(tree: dict[str, Any]) -> list[Problem]:
     if isinstance(data, dict) and isinstance(tokenizer := data.setdefault("tokenizer", {}), dict):
         problems += _fill_tokenizer(data, tokenizer, source, place, config, read)
     return problems
+
+
+def problems_with_start(spec: Spec, *, remote: bool) -> list[Problem]:
+    """The fields that contradict the config.json of `model.init_from`. Buckets and the Hub are read only if `remote`.
+
+    Empty if the config cannot be read from here: the train step checks the weights in any case. Raises DataError for a
+    config that no family expresses.
+    """
+    location = spec.model.init_from
+    if location is None or ("://" in location and not location.startswith("file://") and not remote):
+        return []
+    path = f"{location.rstrip('/')}/config.json"
+    try:
+        settings = read_settings(path, "model.init_from")
+    except (DataError, SpecError):
+        raise
+    except (HoldfastError, OSError) as error:
+        log.debug("%s is not read here: %s", path, error)
+        return []
+    if not settings:
+        return []
+    read = read_config(path, settings)
+    problems = problems_with_weights(spec.model, read.shape)
+    rows = spec.data.tokenizer.rows
+    if rows is not None and rows != read.vocabulary:
+        message = f"is {read.vocabulary} in the weights of model.init_from"
+        problems.append(Problem("data.tokenizer.rows", rows, message, f"write rows: {read.vocabulary}"))
+    return problems
+
+
+def require_start(spec: Spec) -> None:
+    """Raise SpecError with every field that contradicts `model.init_from`, if that can be read from here."""
+    if problems := problems_with_start(spec, remote=True):
+        raise SpecError(problems, f"spec and {spec.model.init_from}")
 
 
 def _pinned(source: str) -> str:

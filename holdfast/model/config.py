@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
-from holdfast.spec.errors import DataError, shown
+from holdfast.spec.errors import DataError, Problem, shown
 from holdfast.spec.model import (
     DENSE_FIRST,
     MOST_LAYERS,
@@ -558,6 +558,25 @@ def fixed_fields(shape: Model, weights: Model | None = None) -> dict[str, object
         **({"dense_ffn": shape.dense_width} if weights.dense_layers else {}),
         **({f"routing.{field}": value for field, value in routing.items()} if shape.experts > 1 else {}),
     }
+
+
+def problems_with_weights(shape: Model, weights: Model) -> list[Problem]:
+    """The fields of a spec's model that differ from those of the weights of `model.init_from`."""
+    expected, actual = fixed_fields(shape, weights), fixed_fields(weights)
+    problems = [
+        Problem(
+            f"model.{field}",
+            value,
+            f"is {actual[field]!r} in the weights of model.init_from",
+            f"write {field.rpartition('.')[2]}: {actual[field]}",
+        )
+        for field, value in expected.items()
+        if value != actual[field]
+    ]
+    if weights.head == "scalar" and shape.head == "tokens" and not shape.tie_embeddings:
+        message = "is not in the weights of model.init_from, which are a reward model"
+        problems.append(Problem("model.head", shape.head, message, "write head: scalar, or use other weights"))
+    return problems
 
 
 def config(shape: Model, vocabulary: int, end_id: int) -> dict[str, Any]:

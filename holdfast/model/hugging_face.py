@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from holdfast.model.config import ReadConfig, fixed_fields, read_config
+from holdfast.model.config import ReadConfig, problems_with_weights, read_config
 from holdfast.model.decoder import Decoder
 from holdfast.model.export import INDEX
 from holdfast.model.files import SMALL_BYTES, TOKENIZER_BYTES, Files, Folder, read_bytes
@@ -169,20 +169,7 @@ def open_weights(location: str, cache_dir: Path) -> Weights:
 
 def require_fit(weights: Weights, shape: Model, vocabulary: int) -> None:
     """Refuse weights that do not fit a spec's model. Raises SpecError with every different field."""
-    expected, actual = fixed_fields(shape, weights.shape), fixed_fields(weights.shape)
-    problems = [
-        Problem(
-            f"model.{field}",
-            value,
-            f"is {actual[field]!r} in the weights of model.init_from",
-            f"write {field.rpartition('.')[2]}: {actual[field]}",
-        )
-        for field, value in expected.items()
-        if value != actual[field]
-    ]
-    if weights.shape.head == "scalar" and shape.head == "tokens" and not shape.tie_embeddings:
-        message = "is not in the weights of model.init_from, which are a reward model"
-        problems.append(Problem("model.head", shape.head, message, "write head: scalar, or use other weights"))
+    problems = problems_with_weights(shape, weights.shape)
     if vocabulary != weights.vocabulary:
         remedy = "bring the tokenizer of those weights (kind: file)"
         if vocabulary < weights.vocabulary:

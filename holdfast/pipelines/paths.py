@@ -13,15 +13,13 @@ from holdfast.code.resolve import load_spec as load_plain_spec
 from holdfast.spec import Spec
 from holdfast.spec.data import Data, Source
 from holdfast.spec.errors import Problem
-from holdfast.spec.load import written_leaves
+from holdfast.spec.load import place_problems, written_leaves
 
 
 def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
     """Read and check a spec, with the fields of `model.from` and the digests of its code filled in. Raises
     MissingError, DataError, SpecError."""
-    from holdfast.code.script import resolve_script
-
-    return resolve_script(load_plain_spec(path, overrides, fill_from_model), Path(path).parent)
+    return load_filled(path, overrides)[0]
 
 
 def load_filled(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Spec, dict[str, Any]]:
@@ -29,6 +27,7 @@ def load_filled(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Spec, 
     from holdfast.code.script import resolve_script
 
     filled: dict[str, Any] = {}
+    overrides = list(overrides)
 
     def fill(tree: dict[str, Any]) -> list[Problem]:
         written = dict(written_leaves(tree))
@@ -36,7 +35,13 @@ def load_filled(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Spec, 
         filled.update({name: value for name, value in written_leaves(tree) if written.get(name) != value})
         return problems
 
-    return resolve_script(load_plain_spec(path, overrides, fill), Path(path).parent), filled
+    spec = load_plain_spec(path, overrides, fill)
+    if spec.model.init_from is not None and not filled:
+        from holdfast.corpus.starting_model import problems_with_start
+
+        if problems := problems_with_start(spec, remote=False):
+            raise place_problems(problems, Path(path), overrides)
+    return resolve_script(spec, Path(path).parent), filled
 
 
 def fill_from_model(tree: dict[str, Any]) -> list[Problem]:

@@ -248,3 +248,34 @@ def test_validate_prints_what_was_filled_in_and_the_api_reads_the_same_spec(tmp_
     assert api_load_spec(path) == load_spec(path)
     assert write_fields(path, {"training.micro_batch": 4}) == ["training.micro_batch: 4"]
     assert "from:" in path.read_text()
+
+
+def written_out(tmp_path: Path, place: str) -> Path:
+    shape = shape_of("qwen3").model_dump(mode="json", exclude_unset=True)
+    return write_spec(tmp_path, **{**shape, "init_from": place})
+
+
+def test_a_directly_named_start_is_compared_with_its_config_when_the_spec_is_loaded(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "base")
+    path = written_out(tmp_path, f"file://{folder}")
+    load_spec(path)
+    rows = f"data.tokenizer={{kind: file, path: {folder}/tokenizer.json, end_of_text: <eos>, rows: 300}}"
+    with pytest.raises(SpecError) as refused:
+        load_spec(path, ["model.hidden=64", "model.ffn=48", rows])
+    found = {problem.field: (problem.value, problem.remedy, problem.place) for problem in refused.value.problems}
+    assert found["model.hidden"] == (64, "write hidden: 32", "--set")
+    assert found["model.ffn"] == (48, "write ffn: 40", "--set")
+    assert found["data.tokenizer.rows"] == (300, "write rows: 259", "--set")
+    write_model(folder, hidden_act="relu")
+    with pytest.raises(DataError, match=r"config\.json: hidden_act is 'relu'"):
+        load_spec(path)
+    load_spec(written_out(tmp_path, "/only/in/pods"))  # the train step checks it
+
+
+@pytest.mark.usefixtures("hub")
+def test_a_start_on_the_hub_is_compared_when_the_run_is_identified(tmp_path: Path) -> None:
+    from holdfast.corpus.starting_model import require_start
+
+    spec = load_spec(written_out(tmp_path, f"hf://tiny/llama@{COMMIT}"), ["model.hidden=64"])
+    with pytest.raises(SpecError, match=r"(?s)model\.hidden: is 32 in the weights.*write hidden: 32"):
+        require_start(spec)

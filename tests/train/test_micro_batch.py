@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from holdfast.collectives import Gang
 from holdfast.components.train import run
@@ -21,11 +22,15 @@ from holdfast.launch.micro_batch import (
     record_choice,
     with_recorded_micro_batch,
 )
+from holdfast.pipelines.cli import app
+from holdfast.pipelines.view import report
+from holdfast.pipelines.view.catalog import read_run
 from holdfast.planning.auto import micro_batch_candidates, with_micro_batch
 from holdfast.rank.measure import micro_batch
 from holdfast.rank.measure.micro_batch import choose_micro_batch, fastest
 from holdfast.spec import ExitCode, Spec, SpecError, dump_spec, parse_spec, run_id
 from holdfast.store import Store
+from holdfast.telemetry.run_metadata import write_run_metadata
 from tests.faults.killing import Deed, outcome, train_through
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_spec
 
@@ -158,6 +163,32 @@ def test_a_trial_continues_after_a_killed_one_without_the_candidate_that_killed_
     assert (choice.micro_batch, choice.unfit) == (1, 2)
 
 
+def test_validate_and_show_name_auto_the_candidates_and_the_choice(store: Store, tmp_path: Path) -> None:
+    spec = tiny_spec(AUTO)
+    path, identity = tmp_path / "spec.yaml", run_id(spec, DATASET_ID)
+    path.write_text(dump_spec(spec))
+    lines = CliRunner().invoke(app, ["validate", str(path)]).output
+    assert "training.micro_batch: auto, by a trial of 1, 2, 4, 8 before the first step" in lines
+    write_run_metadata(store, identity, spec, DATASET_ID, "")
+    assert ("micro-batch", "auto: no trial yet") in facts(store, identity)
+    choice = MicroBatchChoice(micro_batch=2, seconds={1: 0.5, 2: 0.25}, unfit=4)
+    record_choice(store, identity, key_of(spec), choice)
+    shown = "auto: 2 by trial (a step with 1: 0.5 s, 2: 0.25 s; 4 does not fit)"
+    assert ("micro-batch", shown) in facts(store, identity)
+
+
+def facts(store: Store, identity: str) -> list[tuple[str, str]]:
+    record = read_run(store, identity)
+    assert record is not None
+    return list(report._facts(record, store, []))
+
+
+def batch_of_run(store: Store, identity: str, number: int) -> tuple[object, ...]:
+    from holdfast.api.run_handle import Run
+
+    return Run(identity, store).batch(1, number).rows
+
+
 @pytest.mark.slow
 def test_a_killed_run_has_the_bits_of_a_run_with_the_chosen_number(store: Store, tmp_path: Path) -> None:
     spec = tiny_spec(AUTO, "parallel.processes=2")
@@ -166,6 +197,8 @@ def test_a_killed_run_has_the_bits_of_a_run_with_the_chosen_number(store: Store,
     choice = find_choice(store, identity, spec)
     assert choice is not None and choice.micro_batch in (1, 2, 4)
     assert newest_launch(store, identity) >= 2
+    last = 8 // choice.micro_batch - 1  # the number of the last micro-batch of a step
+    assert len(batch_of_run(store, identity, last)) == choice.micro_batch
     written = new_store(tmp_path / "written")
     explicit = with_micro_batch(spec, choice.micro_batch)
     run(explicit, DATASET_ID, written)

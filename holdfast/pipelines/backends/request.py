@@ -89,6 +89,10 @@ def identify_request(request: RunRequest, *, shared_folders: bool = False, share
 
         best(spec, None, here=shared_folders)  # fails early if no pod can plan
     identity, unread = "", "" if shared_folders else _read_by_steps(spec, shared_volumes)
+    if spec.model.init_from is not None and not unread:
+        from holdfast.corpus.starting_model import require_start
+
+        require_start(spec)
     try:
         if unread:
             raise MissingError(unread)

@@ -69,6 +69,10 @@ def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False
         from holdfast.planning.auto import best
 
         best(spec, None, here=True)  # fails early if no plan exists
+    if spec.model.init_from is not None:
+        from holdfast.corpus.starting_model import require_start
+
+        require_start(spec)
     dataset_id = identify(spec)
     url = store_root(store) if store else store_url(spec)
     return LocalRun(spec, url, dataset_id, run_id(spec, dataset_id, salt, first_weights_digest(spec)), salt, replan)
