@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-from holdfast.code.bundle import Bundle, make_bundle, publish
+from holdfast.code.bundle import IGNORE_FILE, Bundle, make_bundle, publish
+from holdfast.code.closure import parse_source, source_text
 from holdfast.code.resolve import keep, read_kept
 from holdfast.spec import Spec
 from holdfast.spec.errors import Problem, SpecError
@@ -26,9 +27,22 @@ def resolve_script(spec: Spec, folder: Path) -> Spec:
         remedy = "correct the path, which is relative to the folder of the spec"
         raise SpecError([Problem("train.script", spec.train.script, f"does not exist: {path.absolute()}", remedy)])
     bundle = make_bundle(path.parent, spec.train.include)
+    if (fault := _fault(path, bundle)) is not None:
+        raise SpecError([Problem("train.script", spec.train.script, *fault)])
     keep(bundle)
     train = spec.train.model_copy(update={"script": PurePosixPath(spec.train.script).name})
     return spec.model_copy(update={"train": train, "code": bundle.digest})
+
+
+def _fault(path: Path, bundle: Bundle) -> tuple[str, str] | None:
+    """Why a script cannot run, and the remedy."""
+    if path.name not in bundle.paths:
+        return f"is left out of the code by {IGNORE_FILE}", "remove it from there"
+    try:
+        parse_source(source_text(path.read_bytes()), path.name)
+    except SyntaxError as error:
+        return f"is not valid Python: line {error.lineno or 1}: {error.msg}", "correct it"
+    return None
 
 
 def publish_script(spec: Spec, store: Store) -> None:

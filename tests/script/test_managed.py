@@ -15,6 +15,7 @@ from holdfast.code import make_bundle, publish
 from holdfast.components.train.script import _finish, train_script
 from holdfast.components.train.step import GangError
 from holdfast.launch.launches import read_exits
+from holdfast.pipelines.paths import load_spec
 from holdfast.pipelines.view.catalog import find_run
 from holdfast.pipelines.view.report import print_run
 from holdfast.runtime.exits import code_of
@@ -262,6 +263,20 @@ def test_an_exception_of_the_script_has_the_code_that_decides_a_restart(
 def test_a_spec_with_a_script_says_which_fields_it_does_not_use(changes: list[str], message: str) -> None:
     with pytest.raises(SpecError, match=message):
         parse_spec({"name": "script", "train": {"script": "train.py"}}, changes)
+
+
+@pytest.mark.parametrize(
+    ("text", "ignored", "message"),
+    [("def f(:\n", "", "is not valid Python: line 1"), ("x = 1\n", "train.py\n", r"left out of the code by \.holdf")],
+)
+def test_a_script_that_cannot_run_is_refused_where_its_spec_is_read(
+    tmp_path: Path, text: str, ignored: str, message: str
+) -> None:
+    (tmp_path / "train.py").write_text(text)
+    (tmp_path / ".holdfastignore").write_text(ignored)
+    (tmp_path / "spec.yaml").write_text("name: x\ntrain: {script: train.py}\n")
+    with pytest.raises(SpecError, match=message):
+        load_spec(tmp_path / "spec.yaml")
 
 
 def test_a_spec_with_a_script_survives_its_own_dump() -> None:
