@@ -99,7 +99,7 @@ def _make_importable(folder: Path) -> None:
 
 def describe(error: BaseException, folder: Path) -> str:
     """An exception of user code: its type, its message, and the last line of user code that it passed."""
-    place = ""
+    place, folder = "", folder.resolve()  # modules are loaded from there
     for cause in causes(error):
         trace = cause.__traceback__
         while trace is not None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.code.closure import role_digest
-from holdfast.code.load import check_function, load_function
+from holdfast.code.load import check_function, describe, load_function
 from holdfast.spec.errors import MissingError, UserCodeError
 
 MINE = '''\
@@ -204,3 +204,12 @@ def test_what_cannot_be_loaded_is_named_with_its_line(tmp_path: Path, text: str,
     with pytest.raises(UserCodeError, match=says) as refused:
         load_function(tmp_path, use)
     assert refused.value.exit_code == 22
+
+
+def test_the_line_of_an_error_is_named_where_the_folder_is_reached_by_a_link(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "real" / "linked.py").write_text("def f():\n    return 1 / 0\n")
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(ZeroDivisionError) as error:
+        load_function(tmp_path / "link", "linked.py:f")()
+    assert describe(error.value, tmp_path / "link").endswith("(linked.py, line 2)")
