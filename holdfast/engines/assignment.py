@@ -12,13 +12,13 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from holdfast.engines.grid import Grid
-from holdfast.objectives.table import objective_of
 from holdfast.spec import Spec
 from holdfast.spec.cluster import COLLECTIVE_TIMEOUT_MINUTES
 from holdfast.spec.data import Shuffle
 from holdfast.spec.errors import DataError
 from holdfast.spec.model import Model
 from holdfast.spec.operations import Telemetry
+from holdfast.spec.rules.training import objective_name
 from holdfast.spec.training import Checkpoint, ObjectiveName, Parallel, Training
 
 
@@ -74,7 +74,7 @@ class Assignment(BaseModel):
             nodes=spec.cluster.nodes.max,
             collective_timeout_minutes=spec.cluster.collective_timeout_minutes,
             document_masks=spec.data.document_masks,
-            objective=objective_of(spec),
+            objective=objective_name(spec),
             shuffle=spec.data.shuffle,
             source_weights=None if None in weights else tuple(weight for weight in weights if weight is not None),
             first_weights=first_weights,

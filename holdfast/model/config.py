@@ -767,8 +767,8 @@ def _shape(path: str, family: str, settings: Mapping[str, Any]) -> Model:
         raise DataError(f"{path}: a head rotates {shape.rotary_width} of {shape.head_width}; give pairs")
     if shape.head_width % 2:
         raise DataError(f"{path}: head_dim is {shape.head_width}; rotary positions need pairs")
-    if problem := scaling_problem(shape):
-        name, value, message, remedy = problem
+    if (scaling := scaling_problem(shape)) is not None:
+        name, value, message, remedy = scaling
         raise DataError(f"{path}: {_ROPE_KEYS.get(name, name)} = {value} {message}; {remedy}")
     return shape
 

@@ -10,17 +10,7 @@ from holdfast.objectives.next_token import NextToken
 from holdfast.objectives.own import OwnObjective
 from holdfast.objectives.preference import DirectPreference, OddsRatio, RewardModel
 from holdfast.objectives.unpaired import UnpairedPreference
-from holdfast.spec import Spec
-from holdfast.spec.rules.training import OBJECTIVES
 from holdfast.spec.training import ObjectiveName, Training
-
-
-def objective_of(spec: Spec) -> ObjectiveName:
-    """The objective of a spec: the one that it names, or that of its head and data."""
-    named = spec.training.objective.kind
-    if named == "auto" and spec.model.head == "scalar":
-        return "reward"
-    return OBJECTIVES[spec.data.kind][0] if named == "auto" else named
 
 
 def build_objective(name: ObjectiveName, training: Training) -> Objective:

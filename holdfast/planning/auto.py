@@ -20,6 +20,7 @@ from holdfast.planning.search import MICRO_BATCHES, Candidate, Task, search
 from holdfast.planning.shape import Architecture
 from holdfast.spec import rules
 from holdfast.spec.errors import Problem, SpecError
+from holdfast.spec.rules.training import objective_name
 from holdfast.spec.training import BatchSizes
 from holdfast.spec.tree import Spec
 
@@ -188,7 +189,7 @@ def task_of(spec: Spec, here: Accelerator, gpus: int, vocabulary: int) -> Task:
         training.precision,
         training.compile,
         training.micro_batch if training.determinism == "elastic" else None,
-        updates=Updates.of(training),
+        updates=Updates.of(training, objective_name(spec)),
         samples=BatchSizes.of(training).before(training.steps),
     )
 

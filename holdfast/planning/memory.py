@@ -19,7 +19,7 @@ from holdfast.planning.layout import HOLDFAST, MEGATRON, Layout, State
 from holdfast.planning.schedule import in_flight
 from holdfast.planning.shape import Architecture
 from holdfast.spec.model import LONG_DOCUMENT
-from holdfast.spec.training import KEEPING, LOSS_CHUNK, Lora, Training
+from holdfast.spec.training import KEEPING, LOSS_CHUNK, Lora, ObjectiveName, Training
 
 FRAGMENTATION = 0.05  # of temporary memory: blocks of torch's caching allocator that fit no request
 SWAP_BUFFER, SWAP_GROUP = 16.0, 1e8  # bytes per element and elements in memory of a state on a disk (DeepSpeed)
@@ -46,6 +46,7 @@ class Practice:
     left_out: bool = False  # whole replicas keep the compression error of gradients (topk, powersgd)
     lora: Lora = field(default_factory=Lora)  # adapters to frozen weights
     loss_chunk: int = LOSS_CHUNK  # tokens whose logits exist at a time
+    reference: bool = False  # a frozen copy of the first weights (dpo and kto)
 
 
 PAPER = Practice(state=MEGATRON, flash=False, selective="attention")  # Megatron-LM of 2021 and 2022
@@ -62,10 +63,11 @@ class Updates:
     left_out: bool = False  # see Practice
     lora: Lora = field(default_factory=Lora)
     loss_chunk: int = LOSS_CHUNK
+    reference: bool = False  # see Practice
 
     @classmethod
-    def of(cls, training: Training) -> Self:
-        """The values of a spec."""
+    def of(cls, training: Training, objective: ObjectiveName = "next_token") -> Self:
+        """The values of a spec with this objective."""
         return cls(
             lamb=training.optimizer.kind == "lamb",
             elastic=training.determinism == "elastic",
@@ -73,6 +75,7 @@ class Updates:
             left_out=training.gradient_compression in KEEPING,
             lora=training.lora,
             loss_chunk=training.loss_chunk,
+            reference=objective in ("dpo", "kto") and training.lora.rank is None,
         )
 
 
@@ -92,6 +95,7 @@ def practice_here(precision: str, layout: Layout, kind: str, updates: Updates | 
         left_out=errors,
         lora=updates.lora,
         loss_chunk=updates.loss_chunk,
+        reference=updates.reference,
     )
 
 
@@ -359,6 +363,9 @@ def _stage(
         if full and (shards > 1 or "weights" in offloaded_parts)
         else 0.0
     )
+    if practice.reference:
+        weights += 4.0 * (sharded if full else held)
+        gathered += size * ends if full and shards > 1 else 0.0  # its ends stay gathered
     if not full and layout.expert_shards(1) > 1:  # a layer's experts are gathered for the computation
         gathered = (2 * size + 4) * experts / layers
 

@@ -27,6 +27,7 @@ from holdfast.planning.auto import fields_of, layout_of, task_of, with_fields
 from holdfast.planning.memory import PAPER, Memory, layer_activations
 from holdfast.spec import Spec, parse_spec
 from holdfast.spec.model import Model
+from holdfast.spec.rules.training import objective_name
 from holdfast.spec.training import KEEPING
 
 VOCABULARY = 512
@@ -60,7 +61,7 @@ def spec_of(layers: int = 4, micro_batch: int = 4, tied: bool = True, **training
 
 def planned(spec: Spec, vocabulary: int) -> Memory:
     layout = Layout(micro_batch=spec.training.micro_batch, checkpointing=spec.training.activation_checkpointing)
-    updates = Updates.of(spec.training)
+    updates = Updates.of(spec.training, objective_name(spec))
     practice = practice_here(spec.training.precision, layout, "cpu", updates)
     return memory(
         Architecture.of(spec.model, vocabulary), layout, HERE, global_batch=spec.training.global_batch,
@@ -73,7 +74,8 @@ def measured(spec: Spec, vocabulary: int) -> int:
     engine = TorchEngine(Assignment.of(spec, "run", "dataset"), vocabulary, 3)
     rows = torch.arange(spec.training.global_batch * (spec.model.context + 1)) % vocabulary
     state = [box.data for box in engine.boxes()]
-    frozen = [each for part in engine._parts for each in (*part.parameters(), *part.buffers())]
+    models = filter(None, (*engine._parts, engine._reference))
+    frozen = [each for part in models for each in (*part.parameters(), *part.buffers())]
     state += [each.data for each in frozen if not each.requires_grad and each.shape[0] != spec.model.context]
     is_bad = (lambda loss, *_: loss.isinf()) if spec.training.anomalies.action != "stop" else None
     with Living(state) as live_tensors:
@@ -100,6 +102,27 @@ def test_the_memory_of_a_real_step_of_adapters_is_within_five_percent(
     lora = f"{{rank: 8, base: {base}}}"
     spec = spec_of(8, 1, precision=precision, activation_checkpointing=checkpointing, lora=lora, context="64")
     memory = planned(spec, VOCABULARY)
+    estimate = memory.total - memory.terms["fragmentation"]
+    assert estimate == pytest.approx(measured(spec, VOCABULARY), rel=BAR)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_memory_of_a_real_step_of_preferences_has_the_reference_model(precision: str) -> None:
+    spec = parse_spec(
+        f"""
+        name: a
+        store: s3://bucket/prefix
+        data:
+          kind: preferences
+          document_masks: true
+          sources: [{{uri: x}}]
+          tokenizer: {{kind: file, path: x, end_of_text: x}}
+        model: {{layers: 8, hidden: 192, heads: 6, kv_heads: 2, context: 64, init_from: x}}
+        training: {{steps: 3, global_batch: 8, micro_batch: 2, precision: {precision}}}
+        """
+    )
+    memory = planned(spec, VOCABULARY)
+    assert memory.terms["weights"] == 2 * 4 * parameter_count(spec.model, VOCABULARY)
     estimate = memory.total - memory.terms["fragmentation"]
     assert estimate == pytest.approx(measured(spec, VOCABULARY), rel=BAR)
 

@@ -18,7 +18,8 @@ from holdfast.components.train.export import export
 from holdfast.dataset import Dataset
 from holdfast.dataset.vocabulary import ID
 from holdfast.model.hugging_face import load_exported
-from holdfast.objectives.table import build_objective, objective_of
+from holdfast.objectives.table import build_objective
+from holdfast.spec.rules.training import objective_name
 from holdfast.store import Store, layout, local_folder, open_store
 from holdfast.telemetry import read_history
 from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
@@ -110,7 +111,7 @@ def test_every_objective_resumes_to_the_same_bits_with_its_terms_in_the_history_
         spec = tiny_spec(*fields)
         assert trained(store, spec, "stopped") == trained(store, spec), name
         manifest = read_manifest(store, identity_of(spec), 6)
-        terms = build_objective(objective_of(spec), spec.training).terms
+        terms = build_objective(objective_name(spec), spec.training).terms
         rows = read_history(store, manifest.run_id)
         assert all(isinstance(row[f"objective.{term}"], float) for row in rows for term in terms), name
         assert len(rows) == 6

@@ -284,6 +284,14 @@ OBJECTIVES: Mapping[str, tuple[ObjectiveName, ...]] = {
 }
 
 
+def objective_name(spec: Spec) -> ObjectiveName:
+    """The objective of a spec: the one that it names, or that of its head and data."""
+    named = spec.training.objective.kind
+    if named == "auto" and spec.model.head == "scalar":
+        return "reward"
+    return OBJECTIVES[spec.data.kind][0] if named == "auto" else named
+
+
 def check_preferences(spec: Spec) -> Iterator[Problem]:
     """The objective fits the data. Preferences need reference weights (except orpo), the torch engine, and whole or
     sharded models."""
