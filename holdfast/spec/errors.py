@@ -122,6 +122,7 @@ class HoldfastError(Exception):
 
 
 SHOWN_CHARACTERS = 80  # of a value in a message
+NAMED_FIELDS = 3  # of a refused spec, in the first line of its message
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = _short.maxlong = SHOWN_CHARACTERS
 
@@ -171,7 +172,10 @@ class SpecError(HoldfastError):
         self.problems = problems
         self.source = source
         count = f"{len(problems)} problem{'s' if len(problems) != 1 else ''}"
-        super().__init__("\n".join([f"{source}: {count}", *(f"  {problem}" for problem in problems)]))
+        fields = list(dict.fromkeys(problem.field for problem in problems))  # in the first line, which may be all of it
+        more = f" and {len(fields) - NAMED_FIELDS} more" if len(fields) > NAMED_FIELDS else ""
+        headline = f"{source}: {count} in {', '.join(fields[:NAMED_FIELDS])}{more}"
+        super().__init__("\n".join([headline, *(f"  {problem}" for problem in problems)]))
 
 
 class UsageError(HoldfastError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.spec import parse_spec
+from holdfast.spec.errors import Problem, SpecError
 from tests.spec.conftest import text_with
 
 CHAT: dict[str, object] = {
@@ -460,4 +461,17 @@ def test_all_problems_are_reported_together_in_the_order_of_the_rules(refused) -
         "training.global_batch",
         "model.hidden",
         "schedule.timezone",
+    ]
+
+
+def test_the_first_line_of_a_refusal_names_the_fields() -> None:
+    """Reports of a step show only this line."""
+    problems = [
+        Problem(field, 1, "is wrong", "use 2") for field in ("model.hidden", "model.hidden", "b", "c", "d", "e")
+    ]
+    lines = [str(SpecError(problems[:count])).splitlines()[0] for count in (1, 2, 6)]
+    assert lines == [
+        "spec: 1 problem in model.hidden",
+        "spec: 2 problems in model.hidden",
+        "spec: 6 problems in model.hidden, b, c and 2 more",
     ]
