@@ -119,10 +119,14 @@ def chaos(
 
     `faults`: names such as `rank-killed,store-away`; empty: all.
     """
+    from holdfast.code.script import refuse_script
     from holdfast.pipelines.chaos import compare
     from holdfast.pipelines.paths import load_spec
 
     checked_spec = load_spec(spec, overrides)
+    refuse_script(
+        checked_spec, "chaos", "use `holdfast verify`, which stops and resumes the script and compares the bits"
+    )
     return compare.Chaos(
         spec,
         overrides,

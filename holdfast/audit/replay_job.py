@@ -18,6 +18,7 @@ from holdfast.checkpoint import Manifest, list_attempts, read_manifest
 from holdfast.checkpoint.attempts import read_attempt
 from holdfast.checkpoint.lineage import counted_steps, newest_step
 from holdfast.code.resolve import require_known_code
+from holdfast.code.script import refuse_script
 from holdfast.components.train.step import GangError
 from holdfast.engines.assignment import Assignment
 from holdfast.launch.interface import Job
@@ -78,11 +79,13 @@ def replay_steps(
 
     Raises:
 
+    - SpecError for a run of a training script.
     - DataError for steps that were not committed, or were computed under two plans.
     - MissingError if no state is left to begin from.
     - PlanChangedError if this machine differs from that of the run, unless `anyway`.
     - GangError if the ranks fail.
     """
+    refuse_script(spec, "audit replay", "use `holdfast verify`, which runs the script twice and compares the bits")
     newest = newest_step(store, run_id)
     if newest is None or not 1 <= first <= last <= newest:
         raise DataError(f"run {run_id} has the committed steps 1 to {newest or 0}, and not all of {first} to {last}")

@@ -19,7 +19,7 @@ from holdfast.checkpoint.lineage import counted_steps, newest_step
 from holdfast.components.train.step import GangError
 from holdfast.runtime.node import node_name
 from holdfast.spec import Spec
-from holdfast.spec.errors import DataError, ExitCode, MissingError, PlanChangedError
+from holdfast.spec.errors import DataError, ExitCode, MissingError, PlanChangedError, SpecError
 from holdfast.store import Store
 from holdfast.telemetry import emit, recording
 from holdfast.telemetry.events import AuditDiffers
@@ -80,7 +80,7 @@ def audit(
         run_id, stretch = drawn.pop(0)
         try:
             replayed = replay_steps(store, run_id, runs[run_id], stretch.start + 1, stretch.last, progress=progress)
-        except (DataError, MissingError, PlanChangedError, GangError) as error:
+        except (SpecError, DataError, MissingError, PlanChangedError, GangError) as error:
             if error.exit_code.retryable:
                 raise
             refused.append(Refused(run_id, stretch, str(error), error.exit_code))

@@ -51,3 +51,10 @@ def publish_script(spec: Spec, store: Store) -> None:
     if spec.train.script is None or spec.code is None:
         return
     publish(store, Bundle(read_kept(spec.code), ()))
+
+
+def refuse_script(spec: Spec, subject: str, remedy: str) -> None:
+    """Raise SpecError if a spec has a training script. `subject`: the command that needs Holdfast's own loop."""
+    if spec.train.script is not None:
+        message = f"is a training script, and {subject} works only with Holdfast's own training loop"
+        raise SpecError([Problem("train.script", spec.train.script, message, remedy)])

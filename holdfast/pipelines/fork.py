@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from holdfast.checkpoint.fork import fork_checkpoint
+from holdfast.code.script import refuse_script
 from holdfast.pipelines.backends.record import Record, find_record
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.spec import Spec, dump_spec, run_id
@@ -44,6 +45,7 @@ def fork_run(store: Store, parent: RunRecord, step: int, overrides: Sequence[str
     if not parent.spec:
         raise MissingError(f"run {parent.run_id}: {store.url} has no spec of it: it was never trained")
     parent_spec = Spec.model_validate(parent.spec)
+    refuse_script(parent_spec, "fork", "begin a new run with `holdfast run`; the script can read an export of the run")
     spec = parent_spec.with_overrides(overrides)
     _require_same_state(parent_spec, spec, step)
     salt, dataset_id = f"rewound-{parent.run_id}-{step}", _dataset_id(parent, parent_spec, spec)

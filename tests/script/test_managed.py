@@ -8,20 +8,26 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import holdfast
+from holdfast.api import Run
+from holdfast.api.machines import chaos
+from holdfast.audit.replay_job import replay_steps
+from holdfast.audit.sampling import audit
 from holdfast.checkpoint import list_attempts
 from holdfast.code import make_bundle, publish
 from holdfast.components.train.script import _finish, train_script
 from holdfast.components.train.step import GangError
 from holdfast.launch.launches import read_exits
+from holdfast.pipelines.cli import app
 from holdfast.pipelines.paths import load_spec
 from holdfast.pipelines.view.catalog import find_run
 from holdfast.pipelines.view.report import print_run
 from holdfast.runtime.exits import code_of
 from holdfast.script.process import _failure
 from holdfast.script.tree import StateError
-from holdfast.spec import ExitCode, Spec, parse_spec
+from holdfast.spec import ExitCode, Spec, dump_spec, parse_spec
 from holdfast.spec.errors import DivergedError, SpecError
 from holdfast.store import Store
 from holdfast.telemetry import read_events, read_history, recording
@@ -283,3 +289,28 @@ def test_a_spec_with_a_script_survives_its_own_dump() -> None:
     spec = parse_spec({"name": "script", "train": {"script": "train.py"}, "parallel": {"processes": 3}})
     assert parse_spec(spec.model_dump(mode="json")) == spec
     assert spec.with_overrides({"parallel.processes": 2}).parallel.processes == 2
+
+
+def test_commands_for_the_training_loop_of_holdfast_refuse_a_script_and_a_diff_compares_it(
+    url: str, tmp_path: Path
+) -> None:
+    store = opened(url)
+    spec = script_spec(tmp_path / "code", store)
+    runs = [letter * 16 for letter in "ab"]
+    for run, steps in zip(runs, (6, 4), strict=True):
+        run_script(url, run, loop, steps, every_steps=2)
+        write_run_metadata(store, run, spec, "", "")
+    compared = CliRunner().invoke(app, ["audit", "diff", *runs, "--store", url])
+    assert (compared.exit_code, compared.exception) == (0, None), compared.output
+    one = Run(runs[0], url)
+    yaml = tmp_path / "code" / "spec.yaml"
+    yaml.write_text(dump_spec(spec.model_copy(update={"code": None})))
+    for refused in (
+        lambda: one.fork(2),
+        lambda: replay_steps(store, one.id, spec, 1, 2),
+        lambda: chaos(yaml),
+    ):
+        with pytest.raises(SpecError, match=r"train\.script: is a training script, and .* works only with Holdfast"):
+            refused()
+    audited = audit(store, {one.id: spec}, 1, 0, 10)
+    assert (audited.audited, [each.code for each in audited.refused]) == ((), [ExitCode.BAD_SPEC])
