@@ -11,6 +11,7 @@ import gc
 import logging
 import time
 from contextlib import closing
+from functools import partial
 from itertools import chain
 
 import torch
@@ -44,7 +45,7 @@ def choose_micro_batch(
     seconds: dict[int, float] = {}
     unfit = None
     for size in spec.micro_batch_candidates:
-        may_begin = gang.from_rank_0(lambda size=size: begin_candidate(store, spec.run_id, key, size, launch), bool)  # type: ignore[misc]
+        may_begin = gang.from_rank_0(partial(begin_candidate, store, spec.run_id, key, size, launch), bool)
         taken = (
             try_candidate(spec, size, dataset, device, gang, required=not seconds) if may_begin or not seconds else None
         )
@@ -52,13 +53,13 @@ def choose_micro_batch(
             unfit = size
             log.info("micro-batch %d does not fit into memory", size)
             break
-        gang.from_rank_0(lambda size=size: end_candidate(store, spec.run_id, key, size))  # type: ignore[misc]
+        gang.from_rank_0(partial(end_candidate, store, spec.run_id, key, size))
         seconds[size] = taken
         log.info("micro-batch %d: a step takes %.3g s", size, taken)
         if taken > SLOWER * min(seconds.values()):
             break
     choice = MicroBatchChoice(micro_batch=fastest(seconds), seconds=seconds, unfit=unfit, device=device_name(device))
-    return gang.from_rank_0(lambda: record_choice(store, spec.run_id, key, choice), MicroBatchChoice)
+    return gang.from_rank_0(partial(record_choice, store, spec.run_id, key, choice), MicroBatchChoice)
 
 
 def fastest(seconds: dict[int, float]) -> int:
