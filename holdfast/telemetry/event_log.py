@@ -207,6 +207,14 @@ def _order(event: Event) -> tuple[float, str, int]:
     return event.time, event.writer, event.number
 
 
+def _fewer(events: Iterable[Event]) -> list[Event]:
+    """The events in order, condensed to MOST where that is possible."""
+    ordered = sorted(events, key=_order)
+    while len(ordered) > MOST and len(condensed := condense(ordered)) < len(ordered):
+        ordered = condensed
+    return ordered
+
+
 class StoreEvents:
     """Follows the events of a run in the store."""
 
@@ -242,9 +250,7 @@ class StoreEvents:
                 read[key] = start + len(data)
                 fresh += events_in(self._wanted(data.splitlines()))
             if len(events) + len(fresh) > MOST:
-                events, fresh = sorted([*events, *once.of(fresh)], key=_order), []
-                while len(events) > MOST and len(fewer := condense(events)) < len(events):
-                    events = fewer
+                events, fresh = _fewer([*events, *once.of(fresh)]), []
         fresh = once.of(fresh)
         self._read, self._once = {info.key: read[info.key] for info in all_infos if info.key in read}, once
         return sorted([*events, *fresh], key=_order) if events else fresh
@@ -294,13 +300,21 @@ class PipeEvents:
         self._once = _Once()
 
     def new(self) -> list[Event]:
-        """The events since the last call, in order, each once."""
-        try:
-            with self._path.open("rb") as pipe:
+        """The events since the last call, in order, each once; condensed if more than MOST. Reads BATCH_BYTES at a
+        time."""
+        events: list[Event] = []
+        fresh: list[Event] = []
+        with suppress(FileNotFoundError), self._path.open("rb") as pipe:
+            pipe.seek(self._position)
+            while data := pipe.read(BATCH_BYTES):
+                complete = data[: data.rfind(b"\n") + 1]  # the end of the last line may still be missing
+                if not complete and len(data) == BATCH_BYTES:
+                    complete = data  # this is no event
+                elif not complete:
+                    break
+                self._position += len(complete)
                 pipe.seek(self._position)
-                data = pipe.read()
-        except FileNotFoundError:
-            return []
-        complete = data[: data.rfind(b"\n") + 1]  # the end of the last line may still be missing
-        self._position += len(complete)
-        return self._once.of(events_in(complete.splitlines()))
+                fresh += events_in(complete.splitlines())
+                if len(events) + len(fresh) > MOST:
+                    events, fresh = _fewer([*events, *self._once.of(fresh)]), []
+        return sorted([*events, *self._once.of(fresh)], key=_order)

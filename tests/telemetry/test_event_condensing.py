@@ -11,7 +11,7 @@ import pytest
 from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import event_log, read_events
 from holdfast.telemetry.event_folding import condense
-from holdfast.telemetry.event_log import StoreEvents
+from holdfast.telemetry.event_log import PipeEvents, StoreEvents
 from holdfast.telemetry.events import Progress, SaveCommitted, StragglerDetected, TimeSpent
 from holdfast.telemetry.ledger import ledger
 
@@ -100,6 +100,27 @@ def test_a_follower_that_meets_a_long_run_gets_the_rest_event_by_event(
     assert follower.new() == []
     entry = {"v": 1, "writer": "2-0", "number": 10_000, "kind": "time_spent", "time": 9e9, "rank": 0, "step": 801}
     store.put(layout.events(RUN, "2-0", 99), json.dumps(entry).encode() + b"\n")
+    assert [event.number for event in follower.new()] == [10_000]
+
+
+@pytest.mark.parametrize("batch", [4000, 2**20])
+def test_the_file_of_a_machine_is_read_in_batches_and_condensed_too(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int
+) -> None:
+    whole = read_events(store, RUN)
+    pipe = tmp_path / "pipe"
+    pipe.write_text("".join(json.dumps(event) + "\n" for _, event in lines()) + "x" * 9000 + "\nincomplete")
+    monkeypatch.setattr(event_log, "MOST", 120)
+    monkeypatch.setattr(event_log, "BATCH_BYTES", batch)
+    follower = PipeEvents(pipe)
+    merged = follower.new()
+    assert len(merged) <= 2 * 120
+    assert ledger(merged).wall == ledger(whole).wall
+    assert {n: pytest.approx(seconds) for n, seconds in ledger(whole).seconds.items()} == ledger(merged).seconds
+    assert follower.new() == []
+    entry = {"v": 1, "writer": "2-0", "number": 10_000, "kind": "time_spent", "time": 9e9, "rank": 0, "step": 801}
+    with pipe.open("a") as file:
+        file.write("\n" + json.dumps(entry) + "\n")
     assert [event.number for event in follower.new()] == [10_000]
 
 
