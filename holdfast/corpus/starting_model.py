@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -44,7 +45,8 @@ def fill_from_model(tree: dict[str, Any]) -> list[Problem]:
     place = _pinned(source)
     config = read_settings(f"{place}/config.json", _NAME)
     if not config:
-        raise MissingError(f"{_NAME}: {source} has no config.json; {_LAYOUT}")
+        lost = "://" not in source and not Path(source).is_dir()
+        raise MissingError(f"{_NAME}: {source} {'is no folder' if lost else 'has no config.json'}; {_LAYOUT}")
     read = read_config(f"{place}/config.json", config)
     problems = _fill_model(model, source, place, config, read)
     data = tree.get("data")

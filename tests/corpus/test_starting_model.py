@@ -213,6 +213,11 @@ def test_a_model_that_cannot_be_used_is_refused_by_key_value_and_remedy(
         load_spec(write_spec(tmp_path, **{"from": str(folder)}))
 
 
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MissingError, match=r"model\.from: \S*gone is no folder; name a folder"):
+        load_spec(write_spec(tmp_path, **{"from": str(tmp_path / "gone")}))
+
+
 def test_a_step_refuses_a_spec_that_names_a_model_instead_of_its_fields(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"(?s)model\.from: is replaced by fields .*`holdfast run`"):
         parse_spec(write_spec(tmp_path, **{"from": "base"}).read_text())

@@ -11,7 +11,8 @@ import pytest
 from holdfast.checkpoint import list_attempts
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.components.train import run
-from holdfast.components.train.step import _pass_on
+from holdfast.components.train.step import _describe, _pass_on
+from holdfast.launch.interface import GangExit
 from holdfast.spec import ExitCode, run_id
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import layout
@@ -128,3 +129,11 @@ def test_a_task_file_that_is_not_there_is_known_before_the_training(tmp_path: Pa
     with pytest.raises(MissingError, match=r"there is no task file nowhere\.yaml"):
         run(spec, DATASET_ID, store)
     assert not list(store.list("runs/"))
+
+
+def test_the_error_of_a_launch_ends_with_the_message_of_the_rank_and_not_with_that_of_torchrun() -> None:
+    tail = (
+        "ERROR   holdfast: mine.py:focal: returned torch.float32 []",
+        "E1126 14:07:04.109000 491 torch/distributed/elastic/multiprocessing/api.py:1002] failed (exitcode: 22)",
+    )
+    assert _describe(GangExit(ExitCode.USER_CODE, tail), "a", "").endswith(f"the end of the log:\n    {tail[0]}")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.checkpoint.lineage import newest_step
 from holdfast.checkpoint.tools.difference import differences
+from holdfast.components.train.script import nothing_saved
 from holdfast.components.train.step import run_gang
 from holdfast.launch import choose_launcher
 from holdfast.runtime.environment import log_dir
@@ -68,10 +69,12 @@ def verify_script(spec: Spec, store: Store, steps: int, resume_at: int) -> Exact
         with launcher.only_one(identity):
             assignment = ScriptAssignment.of(spec, identity).model_copy(update={"stop_at": stop_at})
             run_gang(spec, assignment, store, launcher)
-        if newest_step(store, identity) != stop_at:
+        if (reached := newest_step(store, identity)) is None:
+            raise StateError(nothing_saved(spec))
+        if reached != stop_at:
             raise StateError(
-                f"the script ended at step {newest_step(store, identity) or 0}, before step {stop_at}: verify fewer "
-                "steps, or give session.step each step"
+                f"the script ended at step {reached}, before step {stop_at}: verify fewer steps, or give session.step "
+                "each step"
             )
     return compare_runs(store, calm, stopped, steps, resume_at)
 

@@ -53,16 +53,21 @@ def train_script(spec: Spec, store: Store, salt: str = "", *, replan: bool = Fal
         return result
 
 
+def nothing_saved(spec: Spec) -> str:
+    """The warning for a script that ended without a checkpoint."""
+    return (
+        f"{spec.train.script} saved nothing: it never called session.restore and session.step, so a failure starts it "
+        "from the beginning; add the lines of docs/your-own-code.md"
+    )
+
+
 def _finish(spec: Spec, identity: str, store: Store) -> ScriptResult:
     """Write the result: the newest checkpoint, which the ranks saved at their end, and its export."""
     step = newest_step(store, identity)
     attempts = [number for number, _ in list_attempts(store, identity)]
     result = ScriptResult(run_id=identity, code=str(spec.code), step=step or 0, attempts=len(attempts))
     if step is None:
-        message = (
-            f"{spec.train.script} saved nothing: it never called session.restore and session.step, so a failure starts "
-            "it from the beginning; add the lines of `holdfast init` (docs/your-own-code.md)"
-        )
+        message = nothing_saved(spec)
         log.warning("run %s: %s", identity, message)
         emit(WarningIssued(message=message))
     else:

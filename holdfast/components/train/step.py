@@ -75,6 +75,7 @@ log = logging.getLogger("holdfast.train")
 STEP = "train"
 FOLLOW_SECONDS = 2.0  # between two reads of the ranks' events
 FAREWELL_SECONDS = 30.0  # to report the end to MLflow
+_TORCHRUN = "torch/distributed/elastic/multiprocessing"  # its lines repeat the exit code of a rank
 
 
 class GangError(HoldfastError):
@@ -257,7 +258,8 @@ def _is_trial(store: Store, identity: str, launch: int) -> bool:
 
 
 def _describe(ending: GangExit, identity: str, advice: str) -> str:
-    tail = "\n".join(f"    {line}" for line in ending.log_tail[-15:])
+    lines = [line for line in ending.log_tail if _TORCHRUN not in line]
+    tail = "\n".join(f"    {line}" for line in lines[-15:])
     detail = ". ".join(filter(None, (ending.detail, advice)))
     return f"run {identity}: training ended ({ending.reason}). {detail}; the end of the log:\n{tail}"
 
