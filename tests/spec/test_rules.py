@@ -189,6 +189,8 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("scale of nothing", {"training.lora.alpha": 8}, "training.lora.alpha", 8.0, "give training.lora.rank"),
     ("adapters twice", {**LORA, "training.lora.targets": ["q_proj", "q_proj"]}, "training.lora.targets",
      ("q_proj", "q_proj"), "each once"),
+    ("adapters of latents", {**LORA, "model.family": "deepseek_v3", "model.experts": 4, "model.routing.shared": 1,
+      "training.lora.targets": ["o_proj", "k_proj"]}, "training.lora.targets", ["k_proj"], "use some of"),
     ("adapters of ZeRO", {**LORA, "parallel.strategy": "zero1"}, "parallel.strategy", "zero1", "ddp or fsdp"),
     ("window of nothing", {"data.shuffle.window": 2}, "data.shuffle.window", 2, "use kind: blocks"),
     ("lengths", {"data.cleaning": {"min_characters": 9, "max_characters": 5}}, "data.cleaning.min_characters", 9,

@@ -398,6 +398,13 @@ def check_adapters(spec: Spec) -> Iterator[Problem]:
         )
     if len(set(lora.targets)) < len(lora.targets):
         yield Problem("training.lora.targets", lora.targets, "names a matrix twice", "name each once")
+    absent = (
+        {"k_proj", "v_proj", *(["q_proj"] if spec.model.latent.query else [])} if spec.model.preset.latent else set()
+    )
+    if missing := [name for name in lora.targets if name in absent]:
+        existing = ", ".join(name for name in fields["targets"].default if name not in absent)
+        message = f"names matrices that model.family: {spec.model.family} does not have"
+        yield Problem("training.lora.targets", missing, message, f"use some of {existing}")
     if lora.base == "nf4":
         model = spec.model
         widths = {"hidden": model.hidden, "ffn": model.ffn_width, "heads": model.heads * model.head_width}
