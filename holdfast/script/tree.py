@@ -152,7 +152,8 @@ def _value(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa: PLR
         case "number":
             return tensors[content].numpy()[()]
         case "bytes" | "bytearray" as kind:
-            return {"bytes": bytes, "bytearray": bytearray}[kind].fromhex(content)
+            data = bytes.fromhex(content)
+            return data if kind == "bytes" else bytearray(data)
         case "tuple":
             return tuple(_value(item, tensors) for item in content)
         case "default":
