@@ -6,6 +6,8 @@ pyarrow reads the values. A header is a struct of Thrift's compact protocol.
 
 from __future__ import annotations
 
+import io
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -17,6 +19,48 @@ INTEGERS = (4, 5, 6)
 INT32 = 5
 WHOLE, STORED, DATA_PAGE, DATA_PAGE_2, COUNT = 2, 3, 5, 8, 1  # field numbers
 ELEMENT = -(2**15) - 1  # not a valid field number
+
+
+class _MetadataReadError(Exception):
+    """The metadata of a column were read without an error, and its data are next."""
+
+
+class _WithoutData(io.RawIOBase):
+    """A file of a size, whose data nobody reads."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self._size, self._at = size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, at: int, whence: int = io.SEEK_SET, /) -> int:
+        self._at = at + (0, self._at, self._size)[whence]
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int = -1, /) -> bytes:  # noqa: ARG002
+        raise _MetadataReadError
+
+
+def require_metadata(stream: BinaryIO, table: Any, name: str, group: int) -> None:
+    """Raises an error of pyarrow's if the metadata of a column in a row group are damaged. `table` is the
+    ParquetFile of `stream`.
+
+    `RowGroupMetaData.column` of pyarrow 25 ends the process for them, and a reader of the rows raises an error. So
+    this begins to read rows, from a file without data.
+    """
+    import pyarrow.parquet as pq
+
+    reader = pq.ParquetFile(_WithoutData(stream.seek(0, io.SEEK_END)), metadata=table.metadata)
+    with suppress(_MetadataReadError):
+        next(reader.iter_batches(batch_size=1, row_groups=[group], columns=[name], use_threads=False), None)
 
 
 def largest_page(stream: BinaryIO, column: Any) -> int:

@@ -163,7 +163,7 @@ def test_an_index_under_another_name_is_not_committed(folder_store: Store, other
     write(folder_store, 3, 2, attempt=2)
     key = f"{layout.indexes(RUN, 1, 3)}00001.idx"
     folder_store.put(key, folder_store.get(layout.index(RUN, f"{other}.idx")))
-    with pytest.raises(DataError, match="says that it is of"):
+    with pytest.raises(DataError, match="its header has"):
         committer(folder_store, 2).commit(3, DESCRIBE, {})
 
 

@@ -10,6 +10,7 @@ import pytest
 from holdfast.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
 from holdfast.spec.errors import SpecError
 from holdfast.spec.fields import Leaf, is_list, is_mapping, leaves
+from holdfast.spec.functions import Function
 from holdfast.spec.rules.cluster import STEP_PODS
 from holdfast.spec.schema import identity_of
 from holdfast.spec.training import Parallel
@@ -26,6 +27,8 @@ def other_value(info, value: object, avoid: tuple[object, ...] = ()) -> object:
         return {**value, **more}  # type: ignore[dict-item]
     if is_list(kind) and get_origin(get_args(kind)[0]) is Literal:
         return (get_args(get_args(kind)[0])[-1],) if value is None else value[1:]  # type: ignore[index]
+    if is_list(kind) and isinstance(item := get_args(kind)[0], type) and issubclass(item, Function):
+        return (item(use="m.py:g", digest="1" * 64),)
     if is_list(kind) and "float" in str(get_args(kind)[0]):
         return (1.5,)
     if is_list(kind):

@@ -120,7 +120,7 @@ def test_a_failing_event_mirror_is_logged_and_following_continues(
         emit(SaveCommitted(step=70, seconds=1.5, stall_seconds=0.1, bytes=10**6))
     with caplog.at_level("INFO", logger="holdfast"):
         assert _pass_on(StoreEvents(store, identity), None, Broken())  # type: ignore[arg-type]
-    assert caplog.text.count("is not passed on: ValueError: no such span") == 2
+    assert caplog.text.count("events are not passed on: ValueError: no such span") == 2
     assert "saved step 70" in caplog.text, "what follows the one that breaks it is passed on"
 
 
