@@ -26,7 +26,7 @@ class _MetadataReadError(Exception):
 
 
 class _WithoutData(io.RawIOBase):
-    """A file of a size, whose data nobody reads."""
+    """A file of a size, whose data must not be read."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
