@@ -237,6 +237,6 @@ def test_the_agent_and_the_ranks_die_with_their_fork_server(tmp_path: Path) -> N
     assert "/memfd:checkpoint" in {
         mapping.path for mapping in agent.memory_maps()
     }  # anonymous memory goes with its processes
-    node.keeper._gang_exit = True  # its keeper is gone too
+    node.keeper._ending = True  # its keeper is gone too
     os.kill(server.pid, signal.SIGKILL)
     assert psutil.wait_procs([agent, rank], timeout=PATIENCE)[1] == []
