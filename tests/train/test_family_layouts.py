@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from tests.checkpoint.ranks import in_ranks
@@ -71,6 +72,7 @@ def _compute(rank: int, size: int, folder: Path, cases: list[tuple[str, ...]]) -
     return results
 
 
+@pytest.mark.drill
 def test_two_ranks_train_each_family_as_one_does_in_every_layout(tmp_path: Path) -> None:
     layouts = [(*MODELS[name], *layout) for name, layout in CASES] + list(ELASTIC)
     ranks = in_ranks(2, _compute, tmp_path / "two", layouts)
