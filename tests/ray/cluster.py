@@ -102,6 +102,7 @@ class RayCluster:
             "RAY_DISABLE_IMPORT_WARNING": "1",
             "RAY_prestart_worker_first_driver": "0",
             "RAY_enable_worker_prestart": "0",
+            "RAY_memory_monitor_refresh_ms": "0",  # the memory of other processes on this machine ends no task
             "RAY_health_check_period_ms": "500",
             "RAY_health_check_failure_threshold": "4",
             "RAY_agent_register_timeout_ms": "300000",  # a busy machine is slow
