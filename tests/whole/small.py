@@ -101,7 +101,7 @@ def start(folder: Path, *arguments: str, command: str = "run", **more: str) -> s
 def holdfast(folder: Path, *arguments: str, command: str = "run", **more: str) -> subprocess.CompletedProcess[str]:
     """Run `holdfast COMMAND ...` in `folder` to its end."""
     process = start(folder, *arguments, command=command, **more)
-    stdout, stderr = process.communicate(timeout=600)  # of a command that hangs
+    stdout, stderr = process.communicate(timeout=300)
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
