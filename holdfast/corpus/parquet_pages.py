@@ -49,18 +49,27 @@ class _WithoutData(io.RawIOBase):
         raise _MetadataReadError
 
 
-def require_metadata(stream: BinaryIO, table: Any, name: str, group: int) -> None:
-    """Raises an error of pyarrow's if the metadata of a column in a row group are damaged. `table` is the
-    ParquetFile of `stream`.
+class ColumnChunks:
+    """The metadata of a column's chunks.
 
-    `RowGroupMetaData.column` of pyarrow 25 ends the process for them, and a reader of the rows raises an error. So
-    this begins to read rows, from a file without data.
+    `RowGroupMetaData.column` of pyarrow 25 ends the process if they are damaged, and a reader of the rows raises an
+    error. So this first begins to read rows, from a file without data.
     """
-    import pyarrow.parquet as pq
 
-    reader = pq.ParquetFile(_WithoutData(stream.seek(0, io.SEEK_END)), metadata=table.metadata)
-    with suppress(_MetadataReadError):
-        next(reader.iter_batches(batch_size=1, row_groups=[group], columns=[name], use_threads=False), None)
+    def __init__(self, stream: BinaryIO, table: Any, name: str) -> None:
+        """`table` is the ParquetFile of `stream`."""
+        import pyarrow.parquet as pq
+
+        self._metadata, self._name = table.metadata, name
+        self._reader = pq.ParquetFile(_WithoutData(stream.seek(0, io.SEEK_END)), metadata=table.metadata)
+        self._indexes = [at for at in range(len(table.schema)) if table.schema.column(at).path == name]
+
+    def of_group(self, group: int) -> list[Any]:
+        """pyarrow's metadata of the column in a row group. Raises an error of pyarrow's if they are damaged."""
+        with suppress(_MetadataReadError):
+            columns = [self._name]
+            next(self._reader.iter_batches(batch_size=1, row_groups=[group], columns=columns, use_threads=False), None)
+        return [self._metadata.row_group(group).column(index) for index in self._indexes]
 
 
 def largest_page(stream: BinaryIO, column: Any) -> int:

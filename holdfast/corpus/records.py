@@ -24,7 +24,7 @@ from holdfast.corpus.files import (
     is_lfs_pointer,
     opened,
 )
-from holdfast.corpus.parquet_pages import largest_page, require_metadata
+from holdfast.corpus.parquet_pages import ColumnChunks, largest_page
 from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import DataError, HoldfastError
 
@@ -258,9 +258,11 @@ def _rows(
     file: SourceFile, stream: BinaryIO, table: Any, row_groups: range, text_field: str, max_characters: int
 ) -> Iterator[tuple[int, Record]]:
     row = 0
+    with _damage_named(file):
+        chunks = ColumnChunks(stream, table, text_field)
     for group in row_groups:
         with _damage_named(file):
-            rows_per_batch = _rows_per_batch(file, stream, table, text_field, group, max_characters)
+            rows_per_batch = _rows_per_batch(file, stream, chunks, group, max_characters)
             batches = table.iter_batches(batch_size=rows_per_batch, row_groups=[group], columns=[text_field])
         while True:
             with _damage_named(file):
@@ -313,16 +315,12 @@ def _damage_named(file: SourceFile) -> Iterator[None]:
         raise CorruptFileError(f"{file.name}: is not whole parquet data ({error}); fetch it again") from None
 
 
-def _rows_per_batch(
-    file: SourceFile, stream: BinaryIO, table: Any, text_field: str, number: int, max_characters: int
-) -> int:
+def _rows_per_batch(file: SourceFile, stream: BinaryIO, chunks: ColumnChunks, number: int, max_characters: int) -> int:
     """The number of rows of a row group to decode together. Each row may be as long as a page, since a dictionary or
     a common prefix encodes it in a few bytes. Raises CorruptFileError for pages that are too large to decompress,
     and DataError for a row group with too much text."""
-    require_metadata(stream, table, text_field, number)
-    largest, group = 0, table.metadata.row_group(number)
-    indexes = [at for at in range(len(table.schema)) if table.schema.column(at).path == text_field]
-    for column in map(group.column, indexes):
+    largest = 0
+    for column in chunks.of_group(number):
         if column.total_uncompressed_size > MAX_ROW_GROUP:
             raise DataError(
                 f"{file.name}: row group {number} holds {column.total_uncompressed_size} bytes of text; "
