@@ -44,10 +44,10 @@ from holdfast.rank.worker import speaks
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import exit_code_of
 from holdfast.runtime.logs import configure_logging
+from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.errors import DataError, PlanChangedError
 from holdfast.spec.functions import require_functions
 from holdfast.spec.plan import Plan
-from holdfast.spec.training import BatchSizes
 from holdfast.store import Store, open_store
 
 

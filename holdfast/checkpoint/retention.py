@@ -19,8 +19,9 @@ from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
 
 from holdfast.checkpoint.lineage import require_counting
 from holdfast.checkpoint.root import Root, checkpoint_times, root_data, root_of
+from holdfast.spec.checkpoint import Checkpoint
 from holdfast.spec.errors import DataError, MissingError
-from holdfast.spec.training import Anomalies, Checkpoint
+from holdfast.spec.training import Anomalies
 from holdfast.store import ConflictError, Store, layout
 
 PERSON = "person"  # the default holder of a pin

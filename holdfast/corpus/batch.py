@@ -27,8 +27,8 @@ from holdfast.dataset import Dataset
 from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec import Spec
+from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.errors import DataError, HoldfastError
-from holdfast.spec.training import BatchSizes
 from holdfast.store import Store
 
 # Provenance of the documents of a dataset: the file and the line of each token of its training split.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from holdfast.dataset.mixture import UniformOrder, WeightedOrder
 from holdfast.dataset.permutation import Indices
 from holdfast.dataset.stream import ACROSS, TokenStream, copy_rows
-from holdfast.spec.training import BatchSizes
+from holdfast.spec.batch_sizes import BatchSizes
 
 Rows = slice | Indices | Callable[[int], slice | Indices]  # of a global batch; or a function of its size
 LOOKAHEAD = 4096  # positions resolved together: small batches share the cost of the permutation

@@ -24,9 +24,9 @@ from holdfast.dataset.shards import OpenFiles, ShardFile, Tokens, file_bytes
 from holdfast.dataset.stream import TokenStream
 from holdfast.dataset.vocabulary import NO_TOKEN, bytes_of_tokens, only_chosen, only_desirable, prepended_bytes
 from holdfast.runtime.environment import cache_bytes
+from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.data import Shuffle
 from holdfast.spec.errors import DataError
-from holdfast.spec.training import BatchSizes
 from holdfast.store import Store, layout
 
 # Windowed shuffle: an order of samples that keeps a node's reads local, for corpora larger than any node.

@@ -13,13 +13,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from holdfast.engines.grid import Grid
 from holdfast.spec import Spec
+from holdfast.spec.checkpoint import Checkpoint
 from holdfast.spec.cluster import COLLECTIVE_TIMEOUT_MINUTES
 from holdfast.spec.data import Shuffle
 from holdfast.spec.errors import DataError
 from holdfast.spec.model import Model
 from holdfast.spec.operations import Telemetry
-from holdfast.spec.rules.training import objective_name
-from holdfast.spec.training import Checkpoint, ObjectiveName, Parallel, Training
+from holdfast.spec.parallel import Parallel
+from holdfast.spec.rules.objective import objective_name
+from holdfast.spec.training import ObjectiveName, Training
 
 
 class Assignment(BaseModel):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from holdfast.spec.training import Parallel
+from holdfast.spec.parallel import Parallel
 
 
 @dataclass(frozen=True)

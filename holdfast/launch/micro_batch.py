@@ -14,8 +14,9 @@ from holdfast.checkpoint import newest_segments
 from holdfast.launch.launches import read_exit
 from holdfast.planning.auto import with_micro_batch
 from holdfast.spec import ExitCode, Spec, digest, rules
+from holdfast.spec.parallel import Parallel
 from holdfast.spec.plan import settings_of
-from holdfast.spec.training import Parallel, Training
+from holdfast.spec.training import Training
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import find_json, read_json
 

@@ -16,8 +16,8 @@ from markupsafe import Markup
 from holdfast.pages.accelerators import accelerator_charts, accelerator_rows
 from holdfast.pages.charts import Chart, Series, draw_chart, draw_shares, number, points, render, smooth
 from holdfast.spec import Spec
+from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.errors import MissingError
-from holdfast.spec.training import BatchSizes
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json_object
 from holdfast.telemetry import Event, Row, read_history

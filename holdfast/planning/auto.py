@@ -19,9 +19,9 @@ from holdfast.planning.memory import Updates
 from holdfast.planning.search import MICRO_BATCHES, Candidate, Task, search
 from holdfast.planning.shape import Architecture
 from holdfast.spec import rules
+from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.errors import Problem, SpecError
-from holdfast.spec.rules.training import objective_name
-from holdfast.spec.training import BatchSizes
+from holdfast.spec.rules.objective import objective_name
 from holdfast.spec.tree import Spec
 
 # Layouts as fields of a spec: the fields of a layout, parts without a field, and what the engines refuse today.

@@ -23,8 +23,8 @@ from holdfast.checkpoint.local_tiers.tier_set import TierSet
 from holdfast.collectives import Gang, PendingFlag
 from holdfast.launch.launches import RECENT_LAUNCHES, read_exits
 from holdfast.planning.run_estimate import RANK_SECONDS_PER_FAILURE, best_interval
+from holdfast.spec.checkpoint import Checkpoint
 from holdfast.spec.errors import ExitCode
-from holdfast.spec.training import Checkpoint
 from holdfast.store import Store
 
 log = logging.getLogger("holdfast.train")

@@ -29,9 +29,9 @@ from holdfast.rank.anomalies import Anomaly
 from holdfast.rank.batch_digest import BatchDigest
 from holdfast.rank.measure.energy_meter import Meter
 from holdfast.rank.measure.throughput import Throughput
+from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.errors import DivergedError
 from holdfast.spec.functions import Function
-from holdfast.spec.training import BatchSizes
 from holdfast.telemetry import Row, emit, events, segment
 from holdfast.telemetry.history import OBJECTIVE, PHASE_SECONDS
 from holdfast.telemetry.phases import Lap

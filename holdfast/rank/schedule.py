@@ -10,9 +10,10 @@ from typing import Any
 
 from holdfast.code.load import describe
 from holdfast.code.resolve import bind, entered_folder
+from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.errors import UserCodeError
 from holdfast.spec.functions import Function
-from holdfast.spec.training import BatchSizes, Training
+from holdfast.spec.training import Training
 
 
 def learning_rate(training: Training, step: int) -> float:

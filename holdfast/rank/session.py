@@ -19,7 +19,7 @@ from holdfast.rank.observers import FinishedStep, Observer
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import stream_seed
 from holdfast.rank.replicas import require_equal_replicas, state_digest
-from holdfast.spec.training import BatchSizes
+from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.telemetry import phases
 
 

@@ -18,8 +18,8 @@ from holdfast.rank.measure.stragglers import Stragglers
 from holdfast.rank.measure.throughput import Throughput
 from holdfast.rank.plan import plan_of, require_one_plan
 from holdfast.rank.preemption import PreemptionSignal
+from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.plan import Plan
-from holdfast.spec.training import BatchSizes
 from holdfast.telemetry import phases
 
 

@@ -12,9 +12,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from holdfast.spec import Spec
+from holdfast.spec.checkpoint import Checkpoint
 from holdfast.spec.errors import DataError
 from holdfast.spec.operations import Telemetry
-from holdfast.spec.training import Anomalies, Checkpoint
+from holdfast.spec.training import Anomalies
 
 
 class ScriptAssignment(BaseModel):

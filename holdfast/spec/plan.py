@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 from holdfast.spec.errors import PlanChangedError
 from holdfast.spec.identity import digest, fields_of
-from holdfast.spec.training import Parallel, Training
+from holdfast.spec.parallel import Parallel
+from holdfast.spec.training import Training
 
 Value = str | int | float | bool | None
 MISSING = "not set"

@@ -8,12 +8,14 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from holdfast.spec.checkpoint import Checkpoint
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.data import Data, NoData
 from holdfast.spec.model import Model
 from holdfast.spec.operations import Evaluation, Registration, Retraining, Serving, Telemetry
+from holdfast.spec.parallel import Parallel
 from holdfast.spec.section import Section, runtime_field
-from holdfast.spec.training import Checkpoint, Parallel, Script, Training
+from holdfast.spec.training import Script, Training
 
 SPEC_VERSION = 1
 

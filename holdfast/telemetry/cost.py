@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from holdfast.spec import Spec
+from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.cluster import Prices
-from holdfast.spec.training import BatchSizes
 from holdfast.telemetry.events import AttemptBegan, Event, SaveCommitted, TimeSpent
 from holdfast.telemetry.ledger import Ledger
 

@@ -27,7 +27,7 @@ from holdfast.planning.auto import fields_of, layout_of, task_of, with_fields
 from holdfast.planning.memory import PAPER, Memory, layer_activations
 from holdfast.spec import Spec, parse_spec
 from holdfast.spec.model import Model
-from holdfast.spec.rules.training import objective_name
+from holdfast.spec.rules.objective import objective_name
 from holdfast.spec.training import KEEPING
 
 VOCABULARY = 512

@@ -13,8 +13,8 @@ from holdfast.launch.launches import claim_launch
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.script import session as sessions
 from holdfast.script.assignment import ScriptAssignment
+from holdfast.spec.checkpoint import Checkpoint
 from holdfast.spec.operations import Telemetry
-from holdfast.spec.training import Checkpoint
 from holdfast.store import open_store
 
 

@@ -11,9 +11,9 @@ from holdfast.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
 from holdfast.spec.errors import SpecError
 from holdfast.spec.fields import Leaf, is_list, is_mapping, leaves
 from holdfast.spec.functions import Function
+from holdfast.spec.parallel import Parallel
 from holdfast.spec.rules.cluster import STEP_PODS
 from holdfast.spec.schema import identity_of
-from holdfast.spec.training import Parallel
 
 ONE_VALUE = ("version",)  # leaves with only one possible value
 

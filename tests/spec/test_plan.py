@@ -7,6 +7,7 @@ import pytest
 from holdfast.spec import ExitCode, Spec
 from holdfast.spec.errors import PlanChangedError
 from holdfast.spec.fields import leaves
+from holdfast.spec.parallel import Parallel
 from holdfast.spec.plan import (
     Plan,
     Segment,
@@ -16,7 +17,7 @@ from holdfast.spec.plan import (
     require_plan,
     settings_of,
 )
-from holdfast.spec.training import Parallel, Training
+from holdfast.spec.training import Training
 from tests.spec.plans import plan_of
 from tests.spec.test_identity import other_value
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast.dataset import Dataset
-from holdfast.spec.training import BatchSizes
+from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.telemetry import read_history
 from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec

@@ -19,7 +19,7 @@ from holdfast.launch.launches import claim_launch, record_exit
 from holdfast.planning.run_estimate import RANK_SECONDS_PER_FAILURE
 from holdfast.rank.checkpoint_policy import CheckpointPolicy, Failures, failures_before
 from holdfast.spec import ExitCode, run_id
-from holdfast.spec.training import Checkpoint
+from holdfast.spec.checkpoint import Checkpoint
 from holdfast.store import Store, layout
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.train.ranks import Runs, train_in_ranks, trained

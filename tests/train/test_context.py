@@ -18,7 +18,7 @@ from holdfast.model.attention.segments import Segments
 from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import initialise
 from holdfast.spec.model import Model
-from holdfast.spec.training import Parallel
+from holdfast.spec.parallel import Parallel
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join
 from tests.train.tiny_run import VOCABULARY, tiny_spec

@@ -28,7 +28,7 @@ from holdfast.model.initialise import initial_tensor
 from holdfast.planning import ACCELERATORS, Architecture, memory, practice_here
 from holdfast.planning.auto import layout_of
 from holdfast.spec import SpecError, run_id
-from holdfast.spec.training import Parallel
+from holdfast.spec.parallel import Parallel
 from holdfast.store import Store, open_store
 from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks

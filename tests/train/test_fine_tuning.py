@@ -19,7 +19,7 @@ from holdfast.dataset import Dataset
 from holdfast.dataset.vocabulary import ID
 from holdfast.model.hugging_face import load_exported
 from holdfast.objectives.table import build_objective
-from holdfast.spec.rules.training import objective_name
+from holdfast.spec.rules.objective import objective_name
 from holdfast.store import Store, layout, local_folder, open_store
 from holdfast.telemetry import read_history
 from tests.train.ranks import Runs, identity_of, train_in_ranks, trained

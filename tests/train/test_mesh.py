@@ -35,8 +35,8 @@ from holdfast.engines.torch.pipeline import given_layers, split_layers
 from holdfast.engines.weights import SeededState
 from holdfast.spec import run_id
 from holdfast.spec.model import Model
+from holdfast.spec.parallel import Parallel
 from holdfast.spec.plan import settings_of, stages_of
-from holdfast.spec.training import Parallel
 from holdfast.store import Store, open_store
 from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks

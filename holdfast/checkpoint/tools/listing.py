@@ -12,9 +12,9 @@ from holdfast.checkpoint.lineage import counted_steps
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.reader import read_manifest
 from holdfast.checkpoint.retention import Pin, Retention, checkpoint_times, list_pins
+from holdfast.spec.checkpoint import Checkpoint as Settings
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.training import Anomalies
-from holdfast.spec.training import Checkpoint as Settings
 from holdfast.store import Store, layout
 from holdfast.store.sequence import newest, read_record
 

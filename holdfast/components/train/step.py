@@ -51,9 +51,9 @@ from holdfast.runtime.shutdown import request_shutdown
 from holdfast.scoring import require_tasks
 from holdfast.script.assignment import ScriptAssignment
 from holdfast.spec import ExitCode, HoldfastError, Spec, run_id
+from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.errors import DivergedError, MissingError, PreemptedError, SpecError, TerminatedError
 from holdfast.spec.plan import Plan, require_plan, settings_of
-from holdfast.spec.training import BatchSizes
 from holdfast.store import Store, layout
 from holdfast.telemetry import emit, read_events, read_history, recorded_step
 from holdfast.telemetry.channel import show_in_argo

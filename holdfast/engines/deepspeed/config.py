@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.spec.training import Parallel, Training
+from holdfast.spec.parallel import Parallel
+from holdfast.spec.training import Training
 
 SUB_GROUP = 100_000_000  # elements of a rank's state that are in memory together, with state on a disk
 BUFFERS = 4  # weights, two moments and gradients of one such group: 16 bytes of host memory per element

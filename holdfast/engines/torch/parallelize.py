@@ -25,7 +25,8 @@ from holdfast.engines.torch.expert import apply_expert_parallel
 from holdfast.engines.torch.fp8 import convert_to_fp8
 from holdfast.engines.torch.tensor import apply_tensor_parallel
 from holdfast.model.decoder import Decoder
-from holdfast.spec.training import Parallel, Training
+from holdfast.spec.parallel import Parallel
+from holdfast.spec.training import Training
 
 # What forward and backward compute in, if not fp32.
 NARROW = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from holdfast.spec.errors import Problem
+from holdfast.spec.rules.batch import check_auto_micro_batch, check_batch_ramp, check_batch_size
 from holdfast.spec.rules.cluster import (
     check_accelerator,
     check_cache_size,
@@ -48,6 +49,7 @@ from holdfast.spec.rules.model import (
     check_rope,
     check_stage_count,
 )
+from holdfast.spec.rules.objective import check_adapters, check_own_objective, check_preferences
 from holdfast.spec.rules.operations import (
     check_evaluation,
     check_own_metrics,
@@ -68,23 +70,16 @@ from holdfast.spec.rules.parallel import (
     check_stage_layers,
     check_tensor_parallel,
 )
+from holdfast.spec.rules.precision import check_fp8, check_precision
 from holdfast.spec.rules.script import check_data, check_script
 from holdfast.spec.rules.secrets import check_no_secrets_in_urls
 from holdfast.spec.rules.training import (
-    check_adapters,
     check_anomalies,
-    check_auto_micro_batch,
-    check_batch_ramp,
-    check_batch_size,
     check_compression,
     check_elastic_determinism,
-    check_fp8,
     check_learning_rate_scaling,
     check_local_tiers,
     check_optimizer,
-    check_own_objective,
-    check_precision,
-    check_preferences,
     check_warmup,
 )
 from holdfast.spec.section import RefusedFieldError
