@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from benchmarks.accelerator.request import Request
-from benchmarks.accelerator.workload import engine_for, fill, rows_for, settle, shapes, spec_for
+from benchmarks.accelerator.workload import DOCUMENTS, engine_for, fill, rows_for, settle, shapes, spec_for
 from holdfast.launch.device import local_device
 
 
@@ -18,7 +18,7 @@ def measure_kernels(request: Request) -> None:
         spec = spec_for(size, request.accelerator, determinism="exact", precision="bf16", masks=masks)
         engine = engine_for(spec, vocabulary)
         fill(engine)
-        rows = rows_for(1, global_batch, model["context"], vocabulary)
+        rows = rows_for(1, global_batch, model["context"], vocabulary, DOCUMENTS if masks else 1)
         engine.step(rows, 1e-3)
         cuda = [ProfilerActivity.CUDA] if device.type == "cuda" else []
         with profile(activities=[ProfilerActivity.CPU, *cuda]) as profiler:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from benchmarks.accelerator.request import Request
-from benchmarks.accelerator.workload import engine_for, fill, rows_for, settle, shapes, spec_for
+from benchmarks.accelerator.workload import DOCUMENTS, engine_for, fill, rows_for, settle, shapes, spec_for
 from holdfast.launch.device import device_name, local_device
 
 
@@ -17,10 +17,13 @@ def measure_memory(request: Request) -> None:
     from benchmarks._living import Living
 
     device, results = local_device(request.accelerator), {}
-    cases = [("small", "none"), ("small", "selective"), ("small", "full"), ("large", "none")]
-    for size, checkpointing in [("tiny", "none"), ("tiny", "full")] if request.tiny else cases:
+    cases = [("small", "none", 1), ("small", "selective", 1), ("small", "full", 1), ("large", "none", 1)]
+    cases += [("small", "none", DOCUMENTS), ("large", "none", DOCUMENTS)]
+    for size, checkpointing, documents in [("tiny", "none", 1), ("tiny", "full", 1)] if request.tiny else cases:
         model, vocabulary, _, global_batch = shapes(size)
-        spec = spec_for(size, request.accelerator, precision="bf16", activation_checkpointing=checkpointing)
+        spec = spec_for(
+            size, request.accelerator, precision="bf16", activation_checkpointing=checkpointing, masks=documents > 1
+        )
         terms = planned_bytes(spec, vocabulary, device)
         cuda = device.type == "cuda"
         if cuda:
@@ -29,7 +32,7 @@ def measure_memory(request: Request) -> None:
         before = torch.cuda.memory_allocated() if cuda else 0
         engine = engine_for(spec, vocabulary)
         fill(engine)
-        rows = rows_for(1, global_batch, model["context"], vocabulary)
+        rows = rows_for(1, global_batch, model["context"], vocabulary, documents)
         if cuda:
             engine.step(rows, 1e-4)
             settle(device)
@@ -47,7 +50,7 @@ def measure_memory(request: Request) -> None:
                 engine.step(rows, 1e-4)
             peak, extra = living.peak, {}
         plan = sum(size for name, size in terms.items() if name != "fragmentation" and "driver" not in name)
-        results[f"{size} {checkpointing}"] = {
+        results[f"{size} {checkpointing}" + (" documents" if documents > 1 else "")] = {
             "peak": peak,
             "planned": plan,
             "planned_over_peak": plan / peak,

@@ -10,20 +10,29 @@ from typing import Any
 import torch
 
 from benchmarks.accelerator.request import Request
-from benchmarks.accelerator.workload import engine_for, fill, rows_for, settle, shapes, spec_for
+from benchmarks.accelerator.workload import DOCUMENTS, engine_for, fill, rows_for, settle, shapes, spec_for
 from holdfast.launch.device import device_name, local_device
 
 
 def measure_mfu(request: Request) -> None:
-    """Seconds of a step and MFU of one variant: `bare`, `off`, `exact`, `off-compiled` or `exact-compiled`."""
+    """Seconds of a step and MFU of one variant: `bare`, `off` or `exact`, with `-documents` and `-compiled`.
+
+    MFU counts the attention of whole rows, and documents need less.
+    """
     from holdfast.engines.assignment import Assignment
     from holdfast.rank.measure.throughput import Throughput
 
     size = "tiny" if request.tiny else "large"
     model, vocabulary, micro, global_batch = shapes(size)
-    level, _, compiled = request.variant.partition("-")
+    level, *more = request.variant.split("-")
+    documents = DOCUMENTS if "documents" in more else 1
     device = local_device(request.accelerator)
-    training = {"determinism": "exact" if level == "exact" else "off", "precision": "bf16", "compile": bool(compiled)}
+    training: dict[str, object] = {
+        "determinism": "exact" if level == "exact" else "off",
+        "precision": "bf16",
+        "compile": "compiled" in more,
+    }
+    training["masks"] = documents > 1
     spec = spec_for(size, request.accelerator, **training)
     began = time.perf_counter()
     step: Callable[[torch.Tensor], object]
@@ -33,7 +42,9 @@ def measure_mfu(request: Request) -> None:
         engine = engine_for(spec, vocabulary)
         fill(engine)
         step = lambda rows: engine.step(rows, 1e-4)  # noqa: E731
-    batches = [rows_for(number, global_batch, model["context"], vocabulary) for number in range(request.steps + 2)]
+    batches = [
+        rows_for(number, global_batch, model["context"], vocabulary, documents) for number in range(request.steps + 2)
+    ]
     for rows in batches[:2]:
         step(rows)
     settle(device)

@@ -92,8 +92,9 @@ class Bench:
         elif section == "recovery":
             self.results["recovery"] = self._recovery or self._killed_and_resumed("recovery runs")
         elif section == "mfu":
-            levels = ("off", "exact", "bare")
-            for variant in levels if self._request.tiny else (*levels, "off-compiled", "exact-compiled"):
+            levels = ("off", "exact", "exact-documents", "bare")
+            compiled = ("off-compiled", "exact-compiled", "exact-documents-compiled")
+            for variant in levels if self._request.tiny else (*levels, *compiled):
                 self.measure("mfu", variant, "mfu", variant=variant)
         else:
             folder = self._folder / section

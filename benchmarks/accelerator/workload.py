@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 END_OF_TEXT = 0
+DOCUMENTS = 20  # of a row with document masks
 
 
 def shapes(size: str) -> tuple[dict[str, int], int, int, int]:
@@ -62,10 +63,13 @@ def _weights(engine: Any) -> list[torch.Tensor]:
     return [box.data for box in engine.boxes() if not box.name.startswith(tuple(MOMENTS.values()))]
 
 
-def rows_for(step: int, count: int, context: int, vocabulary: int) -> torch.Tensor:
-    """The batch of a step, a pure function of the step."""
+def rows_for(step: int, count: int, context: int, vocabulary: int, documents: int = 1) -> torch.Tensor:
+    """The batch of a step, a pure function of the step. Each row has so many documents of about equal length."""
     noise = torch.Generator().manual_seed(step)
-    return torch.randint(0, vocabulary, (count, context + 1), generator=noise)
+    rows = torch.randint(1, vocabulary, (count, context + 1), generator=noise)
+    if documents > 1:
+        rows[:, context // documents :: context // documents] = END_OF_TEXT
+    return rows
 
 
 def settle(device: torch.device) -> None:

@@ -30,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[
 
 
 def test_every_variant_of_mfu_is_measured(found: dict[str, dict[str, dict[str, object]]]) -> None:
-    assert found["mfu"].keys() == {"off", "exact", "bare"}
+    assert found["mfu"].keys() == {"off", "exact", "exact-documents", "bare"}
     assert all("error" not in part and part["steps"] == 1 for part in found["mfu"].values()), found["mfu"]
 
 
