@@ -18,7 +18,9 @@ from holdfast.corpus.chat import ending_of_turns, read_settings, read_template
 from holdfast.corpus.files import read_user_file
 from holdfast.corpus.tokenizer import MAX_FILE_BYTES
 from holdfast.dataset.vocabulary import token_ids
-from holdfast.model.config import OWN, ReadConfig, fixed_fields, problems_with_weights, read_config
+from holdfast.model.config.base import OWN
+from holdfast.model.config.fixed_fields import fixed_fields, problems_with_weights
+from holdfast.model.config.reader import ReadConfig, read_config
 from holdfast.model.hub import hub_commit, is_hub, parse_place
 from holdfast.spec import Spec
 from holdfast.spec.data import Data

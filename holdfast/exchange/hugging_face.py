@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from holdfast.checkpoint import Checkpoint, TensorBox
 from holdfast.corpus.chat import read_settings, templates_next_to
 from holdfast.dataset import Dataset
-from holdfast.model.config import Base
+from holdfast.model.config.base import Base
 from holdfast.model.export import DTYPES, ExportFile, Rows, export_files, peft_files
 from holdfast.model.hub import require_weights
 from holdfast.model.hugging_face import open_weights, require_fit

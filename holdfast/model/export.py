@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from holdfast.model.config import Base, config
+from holdfast.model.config.base import Base
+from holdfast.model.config.writer import config
 from holdfast.model.published import Rows as PublishedRows
 from holdfast.model.published import published, shape_of
 from holdfast.spec.errors import DataError

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from holdfast.model.decoder import Decoder, LayerCache
+from holdfast.model.decoder import Decoder
+from holdfast.model.layers import LayerCache
 from holdfast.spec.errors import DataError
 
 if TYPE_CHECKING:

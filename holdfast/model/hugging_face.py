@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from holdfast.model.config import ReadConfig, problems_with_weights, read_config
+from holdfast.model.config.fixed_fields import problems_with_weights
+from holdfast.model.config.reader import ReadConfig, read_config
 from holdfast.model.decoder import Decoder
 from holdfast.model.export import INDEX
 from holdfast.model.files import SMALL_BYTES, TOKENIZER_BYTES, Files, Folder, read_bytes

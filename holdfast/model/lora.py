@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from holdfast.model import nf4
-from holdfast.model.decoder import Decoder, Linear
+from holdfast.model.decoder import Decoder
 from holdfast.model.export import Rows
+from holdfast.model.layers import Linear
 from holdfast.spec.model import Model
 from holdfast.spec.training import Lora
 

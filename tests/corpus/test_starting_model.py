@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from typer.testing import CliRunner
 
 from holdfast.api import load_spec as api_load_spec
-from holdfast.model.config import config, fixed_fields
+from holdfast.model.config.fixed_fields import fixed_fields
+from holdfast.model.config.writer import config
 from holdfast.model.hub import weights_digest
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.documents import write_fields

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from holdfast.model.attention.segments import Segments
-from holdfast.model.decoder import Decoder, LayerCache, document_ids
+from holdfast.model.decoder import Decoder, document_ids
 from holdfast.model.initialise import initialise
+from holdfast.model.layers import LayerCache
 from tests.model.tiny_model import decoder, shape
 
 TOKENS = torch.randint(0, 300, (2, 32), generator=torch.Generator().manual_seed(1))

@@ -9,15 +9,17 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from holdfast.model.decoder import Decoder, Mixture
+from holdfast.model.decoder import Decoder
 from holdfast.model.experts import CORRECTION, in_order
 from holdfast.model.hugging_face import read_hugging_face, require_fit
 from holdfast.model.initialise import flops_per_token, initial_slice, parameter_count, parameter_shapes
+from holdfast.model.layers import Mixture
 from holdfast.model.published import published, rows_of
 from holdfast.model.token_logprobs import IGNORED
 from holdfast.planning.shape import Architecture
 from holdfast.spec.errors import DataError, SpecError
-from holdfast.spec.model import MIXTURES, PRESETS, Model
+from holdfast.spec.families import MIXTURES, PRESETS
+from holdfast.spec.model import Model
 from tests.model.tiny_model import decoder, export, shape
 
 TOKENS = torch.randint(0, 300, (3, 33), generator=torch.Generator().manual_seed(1))

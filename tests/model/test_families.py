@@ -11,11 +11,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from holdfast.model.attention.segments import Segments
-from holdfast.model.config import config, read_config
-from holdfast.model.decoder import Decoder, LayerCache, document_ids
+from holdfast.model.config.reader import read_config
+from holdfast.model.config.writer import config
+from holdfast.model.decoder import Decoder, document_ids
 from holdfast.model.export import published_rows
 from holdfast.model.hugging_face import load_exported, read_hugging_face, require_fit
 from holdfast.model.initialise import flops_per_token, initial_tensor, parameter_count, parameter_shapes
+from holdfast.model.layers import LayerCache
 from holdfast.model.published import Rows, published
 from holdfast.planning.shape import Architecture
 from holdfast.spec.errors import DataError, SpecError

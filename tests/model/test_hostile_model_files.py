@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.model.config import read_config
+from holdfast.model.config.reader import read_config
 from holdfast.model.files import Folder
 from holdfast.model.tensor_files import read_header
 from holdfast.spec.errors import DataError

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, LlamaConfi
 from holdfast.checkpoint import read_manifest
 from holdfast.components.train.export import export
 from holdfast.dataset import Dataset
-from holdfast.model.config import Base
+from holdfast.model.config.base import Base
 from holdfast.model.exported import exported_files
 from holdfast.model.generate import generate
 from holdfast.model.hugging_face import load_exported

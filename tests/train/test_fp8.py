@@ -15,8 +15,9 @@ from torch import Tensor
 from holdfast.dataset.vocabulary import ID
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.torch.fp8 import Fp8Linear, convert_to_fp8, quantised
-from holdfast.model.decoder import Decoder, Linear
+from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import initialise
+from holdfast.model.layers import Linear
 from holdfast.spec.errors import MissingError
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Steps, join_exactly, started, steps_of

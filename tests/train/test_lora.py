@@ -21,9 +21,9 @@ from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.components.train.export import export
 from holdfast.dataset import Dataset
 from holdfast.engines.weights import MOMENTS
-from holdfast.model.decoder import Linear
 from holdfast.model.hub import weights_digest
 from holdfast.model.hugging_face import load_exported
+from holdfast.model.layers import Linear
 from holdfast.model.lora import (
     AdaptedLinear,
     adapter_shapes,

@@ -12,8 +12,9 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from holdfast.model.decoder import Decoder, Mixture
+from holdfast.model.decoder import Decoder
 from holdfast.model.experts import CORRECTION, Router
+from holdfast.model.layers import Mixture
 from holdfast.spec.model import Routing
 
 

@@ -22,7 +22,8 @@ from torch import Tensor
 from holdfast.engines.mesh import Mesh
 from holdfast.model.attention.packed import packed_attention
 from holdfast.model.attention.segments import Segments
-from holdfast.model.decoder import Attention, Decoder, Mixture
+from holdfast.model.decoder import Decoder
+from holdfast.model.layers import Attention, Mixture
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from holdfast.model.decoder import Decoder, Mixture
+from holdfast.model.decoder import Decoder
 from holdfast.model.experts import Experts, Matrices, Permuted, grouped, permuted
+from holdfast.model.layers import Mixture
 
 
 def apply_expert_parallel(decoder: Decoder, mesh: DeviceMesh, tensor: int) -> list[Experts]:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from holdfast.model.decoder import Decoder, Linear
+from holdfast.model.decoder import Decoder
+from holdfast.model.layers import Linear
 from holdfast.spec.errors import MissingError
 from holdfast.spec.rules.precision import FP8_CAPABILITY
 

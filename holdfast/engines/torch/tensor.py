@@ -29,8 +29,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from holdfast.model.decoder import Decoder, LatentAttention, Layer, Mixture, WholeNorm
+from holdfast.model.decoder import Decoder
 from holdfast.model.experts import Router
+from holdfast.model.layers import LatentAttention, Layer, Mixture, WholeNorm
 from holdfast.model.token_logprobs import token_logprobs
 
 SEQUENCE = Shard(1)  # of [B, T, D]

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from holdfast.audit.records import read_audits
 from holdfast.dataset.manifest import find_manifest
-from holdfast.model.config import fixed_fields
+from holdfast.model.config.fixed_fields import fixed_fields
 from holdfast.pages.accelerators import newest_figures
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.pipelines.view.ledger import cost_lines

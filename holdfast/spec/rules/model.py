@@ -5,17 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.spec.errors import Problem
-from holdfast.spec.model import (
-    DENSE_FIRST,
-    LARGEST_HEAD,
-    LEAST_HIDDEN,
-    MIXTURES,
-    PRESETS,
-    ROPE_FIELDS,
-    Model,
-    Routing,
-    scaling_problem,
-)
+from holdfast.spec.families import DENSE_FIRST, MIXTURES, PRESETS
+from holdfast.spec.model import LARGEST_HEAD, LEAST_HIDDEN, ROPE_FIELDS, Model, Routing, scaling_problem
 from holdfast.spec.section import Section
 from holdfast.spec.tree import Spec
 
@@ -207,7 +198,7 @@ def check_experts(spec: Spec) -> Iterator[Problem]:
 def _check_groups(model: Model) -> Iterator[Problem]:
     """Fields of DeepSeek's router and of dense first layers: only for its families, and there are enough experts."""
     routing, plain = model.routing, Routing()
-    if model.family not in DENSE_FIRST:
+    if not model.preset.dense_first:
         for field in ("groups", "top_groups", "scale"):
             if getattr(routing, field) != getattr(plain, field):
                 yield Problem(
@@ -238,7 +229,7 @@ def _check_dense_layers(model: Model) -> Iterator[Problem]:
         value = getattr(model, field)
         if not value:
             continue
-        if model.family not in DENSE_FIRST:
+        if not model.preset.dense_first:
             yield Problem(
                 f"model.{field}",
                 value,
@@ -247,7 +238,7 @@ def _check_dense_layers(model: Model) -> Iterator[Problem]:
             )
         elif not model.dense_layers:
             yield Problem("model.dense_ffn", value, "has no effect without model.dense_layers", "remove it")
-    if model.family in DENSE_FIRST and model.dense_layers >= model.layers:
+    if model.preset.dense_first and model.dense_layers >= model.layers:
         yield Problem(
             "model.dense_layers",
             model.dense_layers,
@@ -300,7 +291,7 @@ def check_rope(spec: Spec) -> Iterator[Problem]:
 
 def _check_longrope(model: Model) -> Iterator[Problem]:
     """Phi's scaling: a divisor for each frequency."""
-    if model.family != "phi3":
+    if not model.preset.longrope:
         yield Problem(
             "model.rope_scaling.kind", "longrope", f"is not part of model.family: {model.family}", "use family: phi3"
         )

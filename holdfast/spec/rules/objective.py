@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from holdfast.spec.errors import Problem
+from holdfast.spec.families import SCALAR_HEADS
 from holdfast.spec.training import ObjectiveName
 from holdfast.spec.tree import Spec
-
-SCALAR_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "phi3", "gemma3_text", "olmo2", "olmo3")
-
 
 # The objectives of each kind of data; the first is that of `training.objective: auto`.
 OBJECTIVES: Mapping[str, tuple[ObjectiveName, ...]] = {
@@ -99,12 +97,12 @@ def _check_distillation(spec: Spec, objective: str) -> Iterator[Problem]:
 
 def _check_reward(spec: Spec) -> Iterator[Problem]:
     """A reward model trains its head, writes no text, and is of a family with such a class in `transformers`."""
-    if spec.model.family not in SCALAR_FAMILIES:
+    if not spec.model.preset.scalar_head:
         yield Problem(
             "model.family",
             spec.model.family,
             "has no class for a scalar head in transformers",
-            f"use {', '.join(SCALAR_FAMILIES)}",
+            f"use {', '.join(SCALAR_HEADS)}",
         )
     for field, value, reason in (
         ("training.lora.rank", spec.training.lora.rank, "would not train the scalar head"),

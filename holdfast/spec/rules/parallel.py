@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from math import lcm
 
 from holdfast.spec.errors import Problem
-from holdfast.spec.model import MIXTURES
+from holdfast.spec.families import MIXTURES
 from holdfast.spec.rules.model import nearest_multiples
 from holdfast.spec.section import Section
 from holdfast.spec.tree import Spec

@@ -8,8 +8,6 @@ from holdfast.spec.errors import Problem
 from holdfast.spec.tree import Spec
 
 FP8_CAPABILITY = (8, 9)  # the lowest CUDA capability with fp8 products: Ada; Hopper is 9.0
-
-
 FP8_UNIT = 16  # fp8 kernels need matrices whose sides are multiples of it
 
 

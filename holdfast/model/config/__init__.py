@@ -1,0 +1,1 @@
+"""The config.json of the supported model families: reading it, and writing it for a model."""
