@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from holdfast.dataset import Dataset
     from holdfast.exchange import ImportedCheckpoint
 
-EXPORT_FORMATS = ("hf", "dcp")
+EXPORT_FORMATS = ("hf", "hf-ema", "dcp")
 IMPORT_FORMATS = ("hf", "dcp", "deepspeed")
 
 
@@ -111,7 +111,8 @@ def export_checkpoint(
 ) -> tuple[str, int]:
     """Write a checkpoint in a format of other software. Returns its run and step.
 
-    `hf`: the model, for transformers, into a folder or s3://… `dcp`: the whole state for torch, into a folder.
+    `hf`: the model, for transformers, into a folder or s3://… `hf-ema`: likewise, with the averages of
+    `training.ema`. `dcp`: the whole state for torch, into a folder.
     """
     from holdfast.exchange import export_dcp, export_hugging_face
     from holdfast.pipelines.paths import store_root
@@ -128,8 +129,19 @@ def export_checkpoint(
             export_dcp(source, Path(destination), tell)
         else:
             spec, dataset = _described(opened_store, source.manifest.run_id, source.manifest.dataset_id)
+            if to == "hf-ema":
+                spec = _with_average(spec)
             export_hugging_face(source, spec, dataset, open_store(store_root(destination)), tell)
     return source.manifest.run_id, source.step
+
+
+def _with_average(spec: Spec) -> Spec:
+    """The spec of a run, with the export of its averages. Raises UsageError if it has none."""
+    ema = spec.training.ema
+    if ema.decay is None:
+        raise UsageError("the run has no training.ema.decay, and so no averages", "--to", "use hf")
+    training = spec.training.model_copy(update={"ema": ema.model_copy(update={"export": True})})
+    return spec.model_copy(update={"training": training})
 
 
 def import_checkpoint(

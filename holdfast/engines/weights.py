@@ -17,7 +17,7 @@ from holdfast.checkpoint.root import UnfitError
 from holdfast.engines.assignment import Assignment
 from holdfast.model.decoder import SCORE
 from holdfast.model.hugging_face import open_weights, require_fit
-from holdfast.model.initialise import BLOCK, initial_slice
+from holdfast.model.initialise import AVERAGE, BLOCK, initial_slice
 from holdfast.model.lora import is_adapter
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec.errors import DataError
@@ -127,6 +127,17 @@ def teacher_shape(spec: Assignment, vocabulary: int) -> Model:
     if weights.shape.head != "tokens":
         raise DataError(f"{field} is a reward model, and predicts no tokens; use another teacher")
     return weights.shape.model_copy(update={"context": spec.model.context})
+
+
+class AveragedState:
+    """A first state with averages of its weights, which begin as the weights."""
+
+    def __init__(self, own: FirstState) -> None:
+        self._own = own
+
+    def fill(self, boxes: Sequence[TensorBox]) -> None:
+        """See FirstState."""
+        self._own.fill([replace(box, name=box.name.removeprefix(AVERAGE)) for box in boxes])
 
 
 class AdaptedState:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import torch
+
 from holdfast.checkpoint import Checkpoint, TensorBox
 from holdfast.corpus.chat import read_settings, templates_next_to
 from holdfast.dataset import Dataset
@@ -12,6 +14,7 @@ from holdfast.model.config.base import Base
 from holdfast.model.export import DTYPES, ExportFile, Rows, export_files, peft_files
 from holdfast.model.hub import require_weights
 from holdfast.model.hugging_face import open_weights, require_fit
+from holdfast.model.initialise import AVERAGE
 from holdfast.model.lora import adapter_shapes, frozen_matrices, merging_rows, stored_rows
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.logs import log
@@ -41,8 +44,10 @@ class HuggingFace:
 
 def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[ExportFile]:
     """The files of a checkpoint's model, before any of them is generated. Adapters are merged into their base, and
-    are also exported separately if `peft` can load them. Raises DataError if the base has changed or cannot be read."""
-    rows: Rows = checkpoint.rows
+    are also exported separately if `peft` can load them. With `training.ema.export`, the weights are their averages.
+    Raises DataError if the base has changed or cannot be read."""
+    own: Rows = averaged_rows(checkpoint) if spec.training.ema.export else checkpoint.rows
+    rows = own
     adapters, base = list[ExportFile](), checkpoint.manifest.base
     if base is not None and spec.training.lora.rank is not None:
         location = spec.model.init_from or base.location
@@ -52,9 +57,9 @@ def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[Ex
         lora = spec.training.lora
         shapes = adapter_shapes(spec.model, dataset.vocabulary, lora)
         if spec.model.family != "phi3":  # its matrices are fused in `transformers`; adapters of their parts do not load
-            adapters = peft_files(shapes, checkpoint.rows, lora, location)
+            adapters = peft_files(shapes, own, lora, location)
         stored = stored_rows(weights.rows, frozen_matrices(spec.model, dataset.vocabulary, lora), lora.base)
-        rows = merging_rows(stored, shapes, checkpoint.tensor, lora)
+        rows = merging_rows(stored, shapes, lambda name: torch.cat(list(own(name))), lora)
     base_documents = read_base(spec, dataset)
     files = export_files(
         spec.model,
@@ -67,6 +72,16 @@ def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[Ex
         dtype=_dtype(spec, base_documents),
     )
     return sorted(adapters + files)
+
+
+def averaged_rows(checkpoint: Checkpoint) -> Rows:
+    """The rows of the averages of a checkpoint's weights, and of weights without one. They were never trained."""
+
+    def rows(name: str, *bounds: Any) -> Iterator[torch.Tensor]:
+        averaged = AVERAGE + name
+        return checkpoint.rows(averaged if averaged in checkpoint.tensors else name, *bounds)
+
+    return rows
 
 
 def _dtype(spec: Spec, base: Base | None) -> str:

@@ -75,6 +75,8 @@ def import_checkpoint(
         raise DataError(
             f"model.init_from: {spec.model.init_from} already says where the weights are from; leave it out"
         )
+    if field := _own_state(spec):
+        raise DataError(f"{field} needs state that {source.where} does not have; leave it out")
     if not 0 <= step < spec.training.steps:
         raise DataError(f"step {step} is not below training.steps = {spec.training.steps}: nothing is left to train")
     shapes, moments = _shapes(spec, source)
@@ -116,6 +118,14 @@ def import_checkpoint(
     }
     committer.commit(step, fields, scalars)
     return imported
+
+
+def _own_state(spec: Spec) -> str:
+    """The field of a spec whose run has other state than weights and the moments of all. Empty if none does."""
+    if spec.training.ema.decay is not None:
+        return "training.ema.decay"
+    frozen = any(group.frozen for group in spec.training.optimizer.groups)
+    return "training.optimizer.groups[].frozen" if frozen else ""
 
 
 def _shapes(spec: Spec, source: Source) -> tuple[Mapping[str, tuple[int, ...]], bool]:

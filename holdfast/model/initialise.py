@@ -20,6 +20,7 @@ from holdfast.model.experts import CORRECTION
 from holdfast.spec.model import Model
 
 BLOCK = 1 << 20  # elements per random stream; it determines the weights
+AVERAGE = "ema."  # prefix of the canonical names of averages of weights
 
 
 def initial_slice(name: str, shape: Sequence[int], model: Model, seed: int, *, start: int, stop: int) -> Tensor:

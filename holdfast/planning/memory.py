@@ -10,7 +10,7 @@ The unit is bytes; `tests/planning` compares the totals with torch's counts on t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal, NamedTuple, Self
 
@@ -64,6 +64,7 @@ class Updates:
     lora: Lora = field(default_factory=Lora)
     loss_chunk: int = LOSS_CHUNK
     reference: bool = False  # see Practice
+    average: bool = False  # of the weights (training.ema)
 
     @classmethod
     def of(cls, training: Training, objective: ObjectiveName = "next_token") -> Self:
@@ -75,6 +76,7 @@ class Updates:
             left_out=training.gradient_compression in KEEPING,
             lora=training.lora,
             loss_chunk=training.loss_chunk,
+            average=training.ema.decay is not None,
             reference=objective in ("dpo", "kto") and training.lora.rank is None,
         )
 
@@ -87,6 +89,7 @@ def practice_here(precision: str, layout: Layout, kind: str, updates: Updates | 
     # Torch has no kernel that does these in one pass.
     whole_update = updates.lamb or (updates.elastic and layout.sharding == "full")
     return Practice(
+        state=replace(HOLDFAST, optimizer=HOLDFAST.optimizer + 4 * updates.average),
         fused_norm=kind != "cpu",
         autocast=autocast,
         kernel=_kernel_here(kind, precision),

@@ -20,9 +20,11 @@ def learning_rate(training: Training, step: int) -> float:
     """The learning rate of the optimizer step that follows `step` finished ones.
 
     Linear warm-up over `warmup_steps`, then cosine, linear or no decay, which reaches `final_ratio` of the peak at the
-    last step. With `scaling`, the whole schedule follows the batch size of the step: in proportion (Goyal et al. 2017),
-    or to its square root (Krizhevsky 2014; Malladi et al. 2022 for Adam). A factor of user code replaces warm-up and
-    decay. Raises UserCodeError if it fails, or is no finite number of at least 0.
+    last step. `wsd` decays only over the last `decay_steps` (Hu et al. 2024; its `sqrt`: Hägele et al. 2024).
+    `inverse_sqrt` falls with the root of the step (Vaswani et al. 2017), and has no last value. With `scaling`, the
+    whole schedule follows the batch size of the step: in proportion (Goyal et al. 2017), or to its square root
+    (Krizhevsky 2014; Malladi et al. 2022 for Adam). A factor of user code replaces warm-up and decay. Raises
+    UserCodeError if it fails, or is no finite number of at least 0.
     """
     schedule = training.schedule
     peak = training.optimizer.learning_rate
@@ -35,10 +37,24 @@ def learning_rate(training: Training, step: int) -> float:
         return peak * (step + 1) / schedule.warmup_steps
     if schedule.kind == "constant":
         return peak
-    span = max(1, training.steps - 1 - schedule.warmup_steps)
-    progress = min(1.0, (step - schedule.warmup_steps) / span)
-    decayed = 1.0 - progress if schedule.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * decayed)
+    if schedule.kind == "inverse_sqrt":
+        return peak * math.sqrt(schedule.warmup_steps / (step + 1))
+    begin, shape = schedule.warmup_steps, str(schedule.kind)
+    if schedule.kind == "wsd":
+        assert schedule.decay_steps is not None, "the rules require it"
+        begin, shape = training.steps - 1 - schedule.decay_steps, schedule.decay_shape
+    progress = min(1.0, max(0, step - begin) / max(1, training.steps - 1 - begin))
+    return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * _decayed(shape, progress))
+
+
+def _decayed(shape: str, progress: float) -> float:
+    """What is left of the range of a decay, from 1 to 0, at a `progress` from 0 to 1."""
+    match shape:
+        case "linear":
+            return 1.0 - progress
+        case "sqrt":
+            return 1.0 - math.sqrt(progress)
+    return 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 def _own_factor(function: Function, step: int, steps: int) -> float:

@@ -12,6 +12,7 @@ from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine, Scalars
 from holdfast.engines.weights import (
     AdaptedState,
+    AveragedState,
     FirstState,
     ImportedState,
     SeededState,
@@ -91,6 +92,8 @@ def first_state(spec: Assignment, vocabulary: int) -> FirstState:
         if is_checking:
             require_weights(own, digest)
         state = AdaptedState(ImportedState(own, spec.model, vocabulary), seeded)
+    if spec.training.ema.decay is not None:
+        state = AveragedState(state)
     if teacher is not None and is_checking:
         require_weights(teacher, theirs, TEACHER_FIELD)
     return state if teacher is None else TaughtState(state, ImportedState(teacher, None, vocabulary))

@@ -9,6 +9,7 @@ model is evaluated.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from blake3 import blake3
@@ -17,6 +18,7 @@ from pydantic import BaseModel
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.functions import Function
 from holdfast.spec.section import Role, Section, role_of
+from holdfast.spec.training import Ema, Training
 from holdfast.spec.tree import Spec
 
 # Raise it by hand whenever a change of the code changes the resulting bits of a run.
@@ -80,6 +82,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         fields["training"]["distillation"]["teacher"] = teacher
     if spec.training.optimizer.kind == "adamw":
         del fields["training"]["optimizer"]["kind"]  # it was the only kind when run ids were introduced
+    _drop_unused(fields["training"], spec.training)
     objective = spec.training.objective
     fields["training"]["objective"] = objective.kind
     if objective.is_own:
@@ -100,6 +103,20 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         fields["grain"] = spec.training.micro_batch
         fields["loss_chunk"] = spec.training.loss_chunk
     return digest({"version": DATA_PLANE_VERSION, "dataset": dataset_id, "spec": fields, "salt": salt})
+
+
+# Fields of `training` that are younger than run ids. At their defaults they are not in the id.
+_YOUNGER: Mapping[str, tuple[str, ...]] = {"optimizer": ("groups",), "schedule": ("decay_steps", "decay_shape")}
+
+
+def _drop_unused(fields: dict[str, Any], training: Training) -> None:
+    for name, younger in _YOUNGER.items():
+        section = getattr(training, name)
+        for field in younger:
+            if getattr(section, field) == type(section).model_fields[field].default:
+                del fields[name][field]
+    if training.ema == Ema():
+        del fields["ema"]
 
 
 def _script_run_id(spec: Spec, salt: str) -> str:

@@ -13,6 +13,25 @@ from holdfast.spec.section import Section, plan_field, runtime_field
 LOSS_CHUNK = 1024  # tokens
 
 
+class ParameterGroup(Section):
+    """Parameters whose names match a pattern, and how they are trained. See docs/training.md."""
+
+    match: str = Field(
+        "*",
+        min_length=1,
+        max_length=200,
+        description="Pattern of canonical names, such as `*.layers.0.*` or `*.mlp.*.weight`. `*` stands for any "
+        "text. A name belongs to the first group that matches.",
+    )
+    rate_factor: float = Field(1.0, gt=0, le=1e6, description="Factor of the learning rate of every step.")
+    weight_decay: float | None = Field(
+        None, ge=0, description="Weight decay of these parameters, norms included. Default: that of the optimizer."
+    )
+    frozen: bool = Field(
+        False, description="Do not train these parameters. They stay in every checkpoint, without optimizer state."
+    )
+
+
 class Optimizer(Section):
     """AdamW or LAMB. Weight decay applies to matrices, not to norms."""
 
@@ -24,6 +43,24 @@ class Optimizer(Section):
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment.")
     epsilon: float = Field(1e-8, gt=0, description="Added to the denominator.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay.")
+    groups: tuple[ParameterGroup, ...] = Field(
+        (), max_length=100, description="Parameters with another rate or weight decay, or frozen ones, by name."
+    )
+
+
+class Ema(Section):
+    """An exponential moving average (EMA) of the trained weights, as part of the state. See docs/training.md."""
+
+    decay: float | None = Field(
+        None,
+        ge=0,
+        lt=1,
+        description="After each update, average = `decay` x average + (1 - `decay`) x weights. It begins as the first "
+        "weights. Default: no average.",
+    )
+    export: bool = Field(
+        False, description="Export, evaluate and register the average instead of the weights of the last step."
+    )
 
 
 class Schedule(Section):
@@ -34,10 +71,18 @@ class Schedule(Section):
         description="Your own schedule, instead of warm-up and decay: a function of the step (from 0) and the number "
         "of steps that returns a factor of the peak learning rate.",
     )
-    kind: Literal["cosine", "linear", "constant"] = Field("cosine", description="Shape of the decay.")
+    kind: Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"] = Field(
+        "cosine",
+        description="Shape after the warm-up. `wsd` (warm-up, stable, decay): constant, then a decay over the last "
+        "`decay_steps`. `inverse_sqrt`: the peak times the root of `warmup_steps` / step.",
+    )
     warmup_steps: int = Field(0, ge=0, lt=10**9, description="Steps of linear warm-up.")
     final_ratio: float = Field(
         0.1, ge=0, le=1, description="Learning rate at the last step, as a fraction of the peak."
+    )
+    decay_steps: int | None = Field(None, ge=1, lt=10**9, description="With `wsd`: steps of the decay at the end.")
+    decay_shape: Literal["linear", "cosine", "sqrt"] = Field(
+        "linear", description="With `wsd`: shape of the decay. `sqrt` is 1 - sqrt(progress), which falls fast first."
     )
     scaling: Literal["none", "linear", "sqrt"] = Field(
         "none",
@@ -211,6 +256,7 @@ class Training(Section):
     objective: ObjectiveChoice = Field(default_factory=ObjectiveChoice, description="What a step minimizes.")
     optimizer: Optimizer = Field(default_factory=Optimizer, description="How gradients update weights.")
     schedule: Schedule = Field(default_factory=Schedule, description="The learning-rate schedule.")
+    ema: Ema = Field(default_factory=Ema, description="An average of the weights over the steps.")
     lora: Lora = Field(default_factory=Lora, description="Training of adapters instead of the weights.")
     distillation: Distillation = Field(default_factory=Distillation, description="The teacher of a distillation.")
     preference: Preference = Field(default_factory=Preference, description="How preferences are learned.")

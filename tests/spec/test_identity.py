@@ -59,6 +59,7 @@ def tree() -> dict[str, Any]:
             },
             "training": {
                 "objective": {"use": "m.py:f", "digest": "0" * 64},
+                "optimizer": {"groups": [{}]},
                 "schedule": {"factor": {"use": "m.py:f", "digest": "0" * 64}},
             },
             "evaluation": {"tasks": [{"uri": "x"}], "metrics": ["m.py:f"]},

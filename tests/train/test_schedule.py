@@ -29,10 +29,23 @@ def rates(steps: int, **schedule: Any) -> list[float]:
         (1, {"kind": "linear", "warmup_steps": 1}, [8]),
         (4, {"kind": "cosine", "warmup_steps": 4}, [2, 4, 6, 8]),
         (2, {"kind": "cosine", "warmup_steps": 4}, [2, 4]),
+        (7, {"kind": "wsd", "decay_steps": 2, "final_ratio": 0, "warmup_steps": 2}, [4, 8, 8, 8, 8, 4, 0]),
+        (
+            6,
+            {"kind": "wsd", "decay_steps": 4, "final_ratio": 0.5, "decay_shape": "sqrt"},
+            [8, 8, 6, 8 - 4 * 0.5**0.5, 8 - 4 * 0.75**0.5, 4],
+        ),
+        (5, {"kind": "wsd", "decay_steps": 2, "final_ratio": 0, "decay_shape": "cosine"}, [8, 8, 8, 4, 0]),
+        (4, {"kind": "wsd", "decay_steps": 1, "final_ratio": 0, "warmup_steps": 2}, [4, 8, 8, 0]),
+        (
+            16,
+            {"kind": "inverse_sqrt", "warmup_steps": 4},
+            [2, 4, 6, 8, *(8 * (4 / step) ** 0.5 for step in range(5, 17))],
+        ),
     ],
 )
 def test_the_learning_rate_is(steps: int, schedule: dict[str, Any], expected: list[float]) -> None:
-    assert rates(steps, **schedule) == expected
+    assert rates(steps, **schedule) == pytest.approx(expected, rel=1e-15, abs=1e-15)
 
 
 def test_a_rate_that_is_scaled_follows_the_batch_of_its_step() -> None:

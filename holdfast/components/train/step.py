@@ -27,6 +27,7 @@ from holdfast.components.train.export import export
 from holdfast.components.train.result import TrainingResult, read_result
 from holdfast.dataset import Dataset
 from holdfast.engines.assignment import Assignment
+from holdfast.engines.groups import require_groups
 from holdfast.launch import GangExit, Job, Launcher, Supervisor, choose_launcher
 from holdfast.launch.emitters import training_job
 from holdfast.launch.exits import LaunchExit
@@ -115,6 +116,7 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
             return _with_export(spec, finished, store)
         dataset = Dataset.open(store, dataset_id, cache_dir())
         _require_evaluation(spec, dataset)
+        require_groups(spec.model, dataset.vocabulary, spec.training)
         require_usable(spec)  # fail here, before any cost, if registration would always be refused
         requested, spec = spec, resolve_layout(spec, identity, store, dataset.vocabulary, replan=replan)
         write_run_metadata(store, identity, requested, dataset_id, salt)

@@ -26,7 +26,7 @@ from holdfast.engines.deepspeed.swapper import copy_what_is_read
 from holdfast.engines.interface import UPDATES, Judge, Scalars, StepOutput
 from holdfast.engines.layout import flat_boxes
 from holdfast.engines.recompute import recompute
-from holdfast.engines.torch.optimizers import decay_groups
+from holdfast.engines.torch.optimizers import parameter_groups
 from holdfast.engines.weights import MOMENTS
 from holdfast.launch.device import local_device
 from holdfast.model.decoder import Decoder
@@ -89,7 +89,7 @@ class DeepSpeedEngine:
             log.info("DeepSpeed's configuration, from the spec: %s", json.dumps(config))
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
             model=decoder,
-            model_parameters=decay_groups(decoder, spec.training.optimizer.weight_decay),
+            model_parameters=parameter_groups(decoder.named_parameters(), spec.training.optimizer),
             config=config,
         )
         self._parameters = dict(decoder.named_parameters())

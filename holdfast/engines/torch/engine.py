@@ -36,20 +36,22 @@ from holdfast.engines.torch.accumulation import (
     StepGrid,
     Teacher,
 )
+from holdfast.engines.torch.averaging import AveragedWeights
 from holdfast.engines.torch.balance import Balance
 from holdfast.engines.torch.clipping import clip, clip_in_order, clip_over_mesh
 from holdfast.engines.torch.compression import compress
 from holdfast.engines.torch.context import SequenceShard
 from holdfast.engines.torch.elastic import GradientSums
-from holdfast.engines.torch.optimizers import optimizer_of, update
+from holdfast.engines.torch.optimizers import optimizer_of, set_rate, update
 from holdfast.engines.torch.parallelize import NARROW, Topology, build_expert_mesh, device_mesh, parallelize
-from holdfast.engines.torch.parameters import TrainedParameters
+from holdfast.engines.torch.parameters import TrainedParameters, freeze
 from holdfast.engines.torch.pipeline import STAGES_EACH, Pipeline, Stage, given_layers, split_layers
 from holdfast.engines.torch.scaling import LossScale
 from holdfast.engines.torch.tied import TiedEnds
 from holdfast.engines.weights import MOMENTS, TEACHER, teacher_shape
 from holdfast.launch.device import local_device
 from holdfast.model.decoder import Decoder
+from holdfast.model.initialise import AVERAGE
 from holdfast.model.lora import FrozenLinear, add_adapters
 from holdfast.objectives.interface import count_terms, metrics_of, weighted
 from holdfast.objectives.table import build_objective
@@ -103,11 +105,13 @@ class TorchEngine:
         self._tied = tied
         self._trained = TrainedParameters(self._parts, self._rank, self._world, tied)
         self._optimizer = optimizer_of(
-            nn.ModuleList(self._parts),
+            self._trained.named(),
             spec.training.optimizer,
             anywhere=self._sharded and self._grid is not None,
             rows=dict(self._trained.rows()) if self._sharded else None,
         )
+        decay = spec.training.ema.decay
+        self._average = None if decay is None else AveragedWeights(self._trained.named(), decay)
         self._micro = self._micro_of(computing[0], sequence, end_of_text if spec.document_masks else None)
         self._balance = Balance(self._parts, spec.model.routing)
         self._accumulation = self._accumulation_of(self._micro, pipeline)
@@ -147,10 +151,11 @@ class TorchEngine:
         loss = weighted(self._objective, values)
         phases.enter("optimizer")
         norm, held = self._norm_and_held(loss, judge)
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_rate(self._optimizer, learning_rate)
         before_update()
         update(self._optimizer, held)
+        if self._average is not None:
+            self._average.update(held)
         self._optimizer.zero_grad(set_to_none=True)
         self._balance.step(held)
         return StepOutput(loss, norm, held, metrics_of(self._objective, values))
@@ -161,7 +166,8 @@ class TorchEngine:
 
     def frozen(self) -> Iterator[TensorBox]:
         """See Engine. Weights that are stored in NF4 are filled as fp32, one matrix at a time."""
-        for part in filter(None, (*self._parts, self._reference)):
+        adapted = self._parts if self._spec.training.lora.rank is not None else []
+        for part in filter(None, (*adapted, self._reference)):
             for name, parameter in part.named_parameters():
                 if not parameter.requires_grad:
                     yield TensorLayout.of(name, parameter).box(parameter)
@@ -213,6 +219,7 @@ class TorchEngine:
             decoder = Decoder(spec.model, vocabulary)
             decoder.loss_chunk = spec.training.loss_chunk
             add_adapters(decoder, spec.training.lora)
+            freeze(decoder, spec.training.optimizer.groups)
             return [decoder]
         count = self._mesh.pipeline * STAGES_EACH[spec.parallel.schedule]
         chosen = spec.parallel.stages
@@ -280,6 +287,11 @@ class TorchEngine:
             layout, state = self._trained.layout_of(name, parameter), self._optimizer.state[parameter]
             yield layout, layout.box(parameter)
             yield from ((layout, layout.named(prefix).box(state[key])) for key, prefix in MOMENTS.items())
+            if self._average is not None:
+                yield layout, layout.named(AVERAGE).box(self._average[name])
+        for name, parameter in self._trained.frozen() if self._spec.training.lora.rank is None else ():
+            layout = self._trained.layout_of(name, parameter)
+            yield layout, layout.box(parameter)
         for name, bias in self._balance.state():
             ranks = self._world // self._mesh.pipeline  # of a stage
             layout = TensorLayout.of(name, bias).among(ranks, self._rank % ranks)

@@ -31,7 +31,7 @@ def apply_expert_parallel(decoder: Decoder, mesh: DeviceMesh, tensor: int) -> li
     for experts in all_experts:
         for name, parameter in list(experts.named_parameters()):  # on meta: nothing to send
             cut = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
-            experts.register_parameter(name, nn.Parameter(cut))
+            experts.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
         experts.compute = Exchange(mesh.get_group(), tensor)
     return all_experts
 

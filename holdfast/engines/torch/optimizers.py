@@ -3,7 +3,7 @@ update back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from typing import Any
 
@@ -11,20 +11,27 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from holdfast.engines.groups import group_of
 from holdfast.engines.layout import local
 from holdfast.engines.torch.lamb import Lamb, Rows
 from holdfast.engines.weights import MOMENTS
 from holdfast.spec.training import Optimizer
 
+RATE_FACTOR = "rate_factor"  # key of a parameter group
+
 
 def optimizer_of(
-    decoder: nn.Module, settings: Optimizer, *, anywhere: bool, rows: Mapping[nn.Parameter, Rows] | None
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    settings: Optimizer,
+    *,
+    anywhere: bool,
+    rows: Mapping[nn.Parameter, Rows] | None,
 ) -> torch.optim.Optimizer:
-    """The configured optimizer, with decay on matrices only. Its state exists from the start, so a checkpoint always
-    has every name. With `anywhere`, an element gets the same bits wherever a shard ends. torch's fused CPU kernel does
-    not ensure that. It rounds the last elements of a tensor, which do not fill a vector, differently. For `rows` see
-    Lamb."""
-    groups = decay_groups(decoder, settings.weight_decay)
+    """The configured optimizer of `parameters`, by canonical name. Its state exists from the start, so a checkpoint
+    always has every name. With `anywhere`, an element gets the same bits wherever a shard ends. torch's fused CPU
+    kernel does not ensure that. It rounds the last elements of a tensor, which do not fill a vector, differently. For
+    `rows` see Lamb."""
+    groups = parameter_groups(parameters, settings)
     optimizer: torch.optim.Optimizer
     if settings.kind == "lamb":
         optimizer = Lamb(groups, settings, rows)
@@ -44,16 +51,27 @@ def optimizer_of(
     return optimizer
 
 
-def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Parameter groups of the trained parameters: matrices decay, norms do not. Each group lies on one mesh."""
-    groups: dict[tuple[Any, bool], list[nn.Parameter]] = {}
-    for parameter in filter(lambda each: each.requires_grad, module.parameters()):
+def parameter_groups(parameters: Iterable[tuple[str, nn.Parameter]], settings: Optimizer) -> list[dict[str, Any]]:
+    """torch's parameter groups. Matrices decay, and norms do not, unless the spec's groups say so. Each group lies on
+    one mesh, and has the `rate_factor` of its learning rate."""
+    groups: dict[tuple[Any, float, float], list[nn.Parameter]] = {}
+    for name, parameter in parameters:
         mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
-        groups.setdefault((mesh, parameter.dim() >= 2), []).append(parameter)
+        own = group_of(name, settings.groups)
+        decay = own.weight_decay
+        if decay is None:
+            decay = settings.weight_decay if parameter.dim() >= 2 else 0.0
+        groups.setdefault((mesh, decay, own.rate_factor), []).append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay if matrix else 0.0}
-        for (_, matrix), parameters in groups.items()
+        {"params": members, "weight_decay": decay, RATE_FACTOR: factor}
+        for (_, decay, factor), members in groups.items()
     ]
+
+
+def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Set the learning rate of the step in every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate * group[RATE_FACTOR]
 
 
 @torch.no_grad()

@@ -9,9 +9,18 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from holdfast.engines.groups import group_of
 from holdfast.engines.layout import TensorLayout, local
 from holdfast.engines.torch.lamb import Rows
 from holdfast.engines.torch.tied import TiedEnds
+from holdfast.spec.training import ParameterGroup
+
+
+def freeze(part: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+    """Freeze the parameters that the spec's groups name."""
+    for name, parameter in part.named_parameters():
+        if parameter.requires_grad and group_of(name, groups).frozen:
+            parameter.requires_grad_(False)
 
 
 class TrainedParameters:
@@ -25,6 +34,11 @@ class TrainedParameters:
         """The parameters by canonical name."""
         parameters = chain.from_iterable(part.named_parameters() for part in self._parts)
         return ((name, parameter) for name, parameter in parameters if parameter.requires_grad)
+
+    def frozen(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that are not trained, by canonical name."""
+        parameters = chain.from_iterable(part.named_parameters() for part in self._parts)
+        return ((name, parameter) for name, parameter in parameters if not parameter.requires_grad)
 
     def layout_of(self, name: str, parameter: nn.Parameter) -> TensorLayout:
         """The layout of a parameter over all ranks."""

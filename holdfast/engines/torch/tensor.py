@@ -149,13 +149,14 @@ class _OfParts(ParallelStyle):
     """A matrix that every rank holds whole and applies to its sequence shard, as plain tensors."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        weight = distribute_tensor(module.get_parameter("weight"), device_mesh, [Replicate()], src_data_rank=None)
-        module.register_parameter("weight", nn.Parameter(weight))
+        before = module.get_parameter("weight")
+        weight = distribute_tensor(before, device_mesh, [Replicate()], src_data_rank=None)
+        module.register_parameter("weight", nn.Parameter(weight, requires_grad=before.requires_grad))
         if isinstance(module, Router):
             module.project = _project
             if module.bias is not None:
                 bias = distribute_tensor(module.bias, device_mesh, [Replicate()], src_data_rank=None)
-                module.register_parameter("bias", nn.Parameter(bias))
+                module.register_parameter("bias", nn.Parameter(bias, requires_grad=module.bias.requires_grad))
                 module.whole = _of_own_tokens
         else:
             module.forward = lambda x: _project(x, module.get_parameter("weight"))

@@ -34,6 +34,7 @@ class Target(StrEnum):
     """Formats that a checkpoint can be exported to."""
 
     HF = "hf"
+    HF_EMA = "hf-ema"
     DCP = "dcp"
 
 
@@ -193,7 +194,11 @@ def export(
         str, typer.Argument(metavar="FOLDER", help="Destination: a folder, or s3://… with --to hf.", show_default=False)
     ],
     to: Annotated[
-        Target, typer.Option(help="hf: the model, for transformers. dcp: the whole state, for torch's `dcp.load`.")
+        Target,
+        typer.Option(
+            help="hf: the model, for transformers. hf-ema: likewise, with averaged weights. dcp: the whole state, for "
+            "torch's `dcp.load`."
+        ),
     ] = Target.HF,
     store: StoreRoot = "",
     as_json: AsJson = False,

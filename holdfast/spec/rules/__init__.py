@@ -77,9 +77,11 @@ from holdfast.spec.rules.training import (
     check_anomalies,
     check_compression,
     check_elastic_determinism,
+    check_ema,
     check_learning_rate_scaling,
     check_local_tiers,
     check_optimizer,
+    check_parameter_groups,
     check_warmup,
 )
 from holdfast.spec.section import RefusedFieldError
@@ -123,6 +125,8 @@ RULES: tuple[Rule, ...] = (
     check_learning_rate_scaling,
     check_compression,
     check_optimizer,
+    check_parameter_groups,
+    check_ema,
     check_anomalies,
     check_local_tiers,
     check_node_range,

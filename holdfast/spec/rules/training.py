@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.spec.errors import Problem
-from holdfast.spec.training import KEEPING
+from holdfast.spec.training import KEEPING, ParameterGroup, Schedule
 from holdfast.spec.tree import Spec
 
 
@@ -125,7 +125,64 @@ def check_warmup(spec: Spec) -> Iterator[Problem]:
             f"is not below training.steps = {spec.training.steps}",
             f"use at most {spec.training.steps - 1}",
         )
-    schedule = spec.training.schedule
-    for name in ("kind", "warmup_steps", "final_ratio") if schedule.factor is not None else ():
-        if (value := getattr(schedule, name)) != type(schedule).model_fields[name].default:
-            yield Problem(f"training.schedule.{name}", value, "is not used with a factor of your own", "remove it")
+    schedule, defaults = spec.training.schedule, Schedule()
+    unused: dict[str, str] = {}
+    if schedule.kind != "wsd":
+        unused |= dict.fromkeys(("decay_steps", "decay_shape"), f"is not used with kind: {schedule.kind}")
+    if schedule.kind == "inverse_sqrt":
+        unused["final_ratio"] = "is not used with kind: inverse_sqrt"
+    if schedule.factor is not None:
+        names = ("kind", "warmup_steps", "final_ratio", "decay_steps", "decay_shape")
+        unused = dict.fromkeys(names, "is not used with a factor of your own")
+    for name, message in unused.items():
+        if (value := getattr(schedule, name)) != getattr(defaults, name):
+            yield Problem(f"training.schedule.{name}", value, message, "remove it")
+    if schedule.factor is not None:
+        return
+    if schedule.kind == "inverse_sqrt" and not schedule.warmup_steps:
+        message = "is the scale of kind: inverse_sqrt, and is missing"
+        yield Problem("training.schedule.warmup_steps", 0, message, "use at least 1, such as 1% of training.steps")
+    if schedule.kind == "wsd":
+        yield from _check_decay(spec)
+
+
+def _check_decay(spec: Spec) -> Iterator[Problem]:
+    """The decay of `wsd` begins after the warm-up."""
+    field, schedule, most = "training.schedule.decay_steps", spec.training.schedule, spec.training.steps - 1
+    if schedule.decay_steps is None:
+        yield Problem(field, None, "is required by kind: wsd", "add it, such as 10% of training.steps")
+    elif schedule.decay_steps > most - schedule.warmup_steps:
+        message = f"leaves no room after {schedule.warmup_steps} steps of warm-up in {spec.training.steps} steps"
+        yield Problem(field, schedule.decay_steps, message, f"use at most {max(1, most - schedule.warmup_steps)}")
+
+
+def check_ema(spec: Spec) -> Iterator[Problem]:
+    """An average of the weights needs a decay and the torch engine."""
+    ema = spec.training.ema
+    if ema.decay is None:
+        if ema.export:
+            yield Problem("training.ema.export", True, "has no average to export", "give training.ema.decay")
+        return
+    if spec.parallel.engine != "torch":
+        message = f"is not supported with parallel.strategy: {spec.parallel.strategy}"
+        yield Problem("training.ema.decay", ema.decay, message, "use parallel.strategy: ddp or fsdp")
+
+
+def check_parameter_groups(spec: Spec) -> Iterator[Problem]:
+    """Groups need the torch engine. Only whole weights of a model without stages can be frozen."""
+    field, parallel = "training.optimizer.groups", spec.parallel
+    for index, group in enumerate(spec.training.optimizer.groups):
+        if parallel.engine != "torch":
+            message = f"is not supported with parallel.strategy: {parallel.strategy}"
+            yield Problem(f"{field}[{index}].match", group.match, message, "use parallel.strategy: ddp or fsdp")
+        if group == ParameterGroup(match=group.match):
+            message = "has no settings"
+            yield Problem(f"{field}[{index}].match", group.match, message, "give rate_factor, weight_decay or frozen")
+        if not group.frozen:
+            continue
+        if spec.training.lora.rank is not None:
+            message = "would freeze an adapter; the weights are frozen already (training.lora)"
+            yield Problem(f"{field}[{index}].frozen", True, message, "use fewer training.lora.targets")
+        if parallel.pipeline > 1:
+            message = f"is not supported with parallel.pipeline = {parallel.pipeline}"
+            yield Problem(f"{field}[{index}].frozen", True, message, "use parallel.strategy: fsdp without stages")
