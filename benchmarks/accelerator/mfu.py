@@ -72,14 +72,15 @@ def measure_mfu(request: Request) -> None:
 
 def bare_step(spec: Any, vocabulary: int, device: torch.device, micro: int) -> Callable[[torch.Tensor], None]:
     """A bare torch loop over the same model: autocast, clip, fused AdamW."""
-    from holdfast.engines.torch.optimizers import decay_groups
+    from holdfast.engines.torch.optimizers import parameter_groups
     from holdfast.model.decoder import Decoder
 
     torch.backends.cuda.matmul.allow_tf32 = True
     with device:
         model = Decoder(spec.model, vocabulary)
     fill(model)
-    optimizer = torch.optim.AdamW(decay_groups(model, 0.1), lr=1e-4, betas=(0.9, 0.95), fused=True)
+    groups = parameter_groups(model.named_parameters(), spec.training.optimizer)
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
 
     def step(rows: torch.Tensor) -> None:
         parts = rows.to(device).split(micro)

@@ -18,7 +18,7 @@ from holdfast.planning.hardware import Accelerator
 from holdfast.planning.layout import HOLDFAST, MEGATRON, Layout, State
 from holdfast.planning.schedule import in_flight
 from holdfast.planning.shape import Architecture
-from holdfast.spec.model import LONG_DOCUMENT
+from holdfast.spec.model import LONG_DOCUMENT, WHOLE_ROW
 from holdfast.spec.training import KEEPING, LOSS_CHUNK, Lora, ObjectiveName, Training
 
 FRAGMENTATION = 0.05  # of temporary memory: blocks of torch's caching allocator that fit no request
@@ -226,7 +226,8 @@ def attention_backward(shape: Architecture, layout: Layout, precision: str, prac
         return per_token * _tokens(shape, layout)
     if practice.kernel == "flash":
         heads = shape.heads / layout.tensor
-        sums = ceil(PROCESSORS / heads) if shape.context >= LONG_DOCUMENT else 1
+        whole_row = 2 if shape.context >= WHOLE_ROW and heads < PROCESSORS else 1
+        sums = ceil(PROCESSORS / heads) if shape.context >= LONG_DOCUMENT else whole_row
         per_token += 4 * queries * sums + repeated
     else:
         per_token += keys * (4.0 if size < 4 else 0.0)  # sums in fp32

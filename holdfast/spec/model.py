@@ -118,6 +118,7 @@ class Latent(Section):
 
 
 LARGEST_HEAD = 256  # the largest head width of the flash kernel, which computes attention in 16 bits on CUDA
+WHOLE_ROW = 1024  # tokens from which the flash kernel's backward makes two sums of a document that fills its row
 LONG_DOCUMENT = 16384  # tokens from which a document has a separate call of that kernel's backward (decision 043)
 LEAST_HIDDEN, MOST_LAYERS = 8, 1000
 

@@ -343,14 +343,45 @@ def test_masks_have_the_layout_of_the_memory_efficient_kernel(keys: int) -> None
     assert not any(stride % 8 for stride in mask.stride()[:3])
 
 
+@pytest.fixture
+def promised_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "promises_bits", lambda: True)
+
+
+def calls_of(segments: Segments, row: int = 99, heads: int = 16) -> list[tuple[tuple[int, ...], int, int, int]]:
+    """Bounds, first and last query, and slots of each call on a device with 132 processors."""
+    calls = flash._backward_calls(segments, row, heads, 132)
+    return [(part.queries, own.start, own.stop, slots) for part, own, _, slots in calls]
+
+
+@pytest.mark.usefixtures("promised_bits")
 def test_long_documents_have_their_own_calls_of_the_flash_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash, "LONG_DOCUMENT", 10)
-    calls = flash._backward_calls(of_lengths(3, 4, 12, 2, 10, 11))
-    assert [(part.queries, first, end) for part, first, end, _, _ in calls] == [
-        ((0, 3, 7), 0, 7), ((0, 12), 7, 19), ((0, 2), 19, 21), ((0, 10), 21, 31), ((0, 11), 31, 42),
+    assert calls_of(of_lengths(3, 4, 12, 2, 10, 11)) == [
+        ((0, 3, 7), 0, 7, 9), ((0, 12), 7, 19, 1), ((0, 2), 19, 21, 9), ((0, 10), 21, 31, 1), ((0, 11), 31, 42, 1),
     ]  # fmt: skip
-    whole = of_lengths(3, 4, 9)
-    assert flash._backward_calls(whole) == [(whole, 0, 16, 0, 16)]
+    assert calls_of(of_lengths(3, 4, 9)) == [((0, 3, 7, 16), 0, 16, 9)]
+
+
+@pytest.mark.usefixtures("promised_bits")
+@pytest.mark.parametrize("heads", [1, 7, 16, 40, 64, 131])
+@pytest.mark.parametrize("rows", [1, 4, 9])
+def test_a_document_that_fills_its_row_has_two_sums_whatever_else_is_in_the_batch(
+    monkeypatch: pytest.MonkeyPatch, heads: int, rows: int
+) -> None:
+    monkeypatch.setattr(flash, "WHOLE_ROW", 8)
+    calls = calls_of(of_lengths(*[8] * rows, 3, 5), 8, heads)
+    *whole, (bounds, *_, slots) = calls
+    assert (bounds, slots) == ((0, 3, 8), -(-132 // heads)), "the short ones have one sum"
+    assert sum(len(bounds) - 1 for bounds, *_ in whole) == rows
+    for bounds, *_, slots in whole:
+        assert -(-132 // (max(len(bounds) - 1, slots) * heads)) == 2
+    assert calls_of(of_lengths(*[8] * rows), 8, 132) == [((tuple(range(0, 8 * rows + 1, 8))), 0, 8 * rows, 1)]
+
+
+def test_one_call_computes_the_backward_where_no_bits_are_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "LONG_DOCUMENT", 10)
+    assert calls_of(of_lengths(3, 12, 11)) == [((0, 3, 15, 26), 0, 26, 1)]
 
 
 def test_bounds_on_a_device_have_empty_segments_up_to_the_slots() -> None:

@@ -26,9 +26,16 @@ from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 
 CUDA, STEPS, RATE = "cluster.accelerator=nvidia", 3, 0.01
-WIDE = ("model.hidden=128", "model.heads=4", "model.kv_heads=2", "data.document_masks=true", "parallel.processes=1")
-# Relative bounds of the losses against those of the CPU in fp32.
-BOUNDS = {"fp32": 2e-4, "bf16": 2e-2}
+WIDE = (
+    "model.hidden=128",
+    "model.heads=4",
+    "model.kv_heads=2",
+    "data.document_masks=true",
+    "parallel.processes=1",
+    "model.ffn=192",
+)
+# Bounds of the losses against those of the CPU in fp32. A loss is a difference of logits, which bf16 rounds by 2**-9.
+BOUNDS = {"fp32": (2e-4, 1e-6), "bf16": (5e-2, 5e-3)}  # relative, absolute
 NARROW = {"bf16": ("training.lora.base=bf16",), "nf4": ("training.lora.base=nf4",)}
 
 
@@ -78,7 +85,8 @@ def require_as_on_the_cpu(fields: tuple[str, ...], precision: str, *, marked: bo
     math = {name for name in here.operations if "attention_math" in name or name.endswith("dot_product_attention")}
     assert math == set()
     expected = train(*fields, marked=marked)
-    torch.testing.assert_close(here.losses, expected.losses, rtol=BOUNDS[precision], atol=1e-6)
+    relative, absolute = BOUNDS[precision]
+    torch.testing.assert_close(here.losses, expected.losses, rtol=relative, atol=absolute)
 
 
 @pytest.fixture(scope="module")

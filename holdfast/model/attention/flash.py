@@ -1,6 +1,7 @@
-"""Attention by torch's variable-length flash kernel (bf16 and fp16 on CUDA), with its own deterministic backward.
+"""Attention by torch's variable-length flash kernel (bf16 and fp16 on CUDA), with its own backward.
 
-The bits of a document do not depend on the other documents of the batch (see `_backward_calls`).
+The bits of a document do not depend on the other documents of the batch (see `_backward_calls`). Where no bits are
+promised, the backward is the faster one, whose sums have no order.
 """
 
 # ruff: noqa: N803 - shape suffixes are upper case
@@ -8,13 +9,14 @@ from __future__ import annotations
 
 import itertools
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from holdfast.model.attention.kernel import AttentionPattern, BackwardInputs, deterministic_backward
+from holdfast.model.attention.kernel import AttentionPattern, BackwardInputs, deterministic_backward, promises_bits
 from holdfast.model.attention.segments import Segments
-from holdfast.spec.model import LONG_DOCUMENT
+from holdfast.spec.model import LONG_DOCUMENT, WHOLE_ROW
 
 aten = torch.ops.aten
 
@@ -22,7 +24,7 @@ aten = torch.ops.aten
 def forward(q: Tensor, k: Tensor, v: Tensor, pattern: AttentionPattern) -> tuple[Tensor, Tensor]:
     """See `Kernel.forward`."""
     batch, _heads, length, _ = q.shape
-    q_bounds, k_bounds = pattern.segments.on(q.device, _slots(q))
+    q_bounds, k_bounds = pattern.segments.on(q.device, -(-_processors(q.device) // q.shape[1]))
     more = {"num_splits": 1} if _takes_num_splits() else {}
     # Older versions have no such argument. Their kernel splits keys only for a cache in pages.
     result = aten._flash_attention_forward(
@@ -51,10 +53,8 @@ def backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     flat_lse = lse.transpose(0, 1).flatten(1)
     unused = torch.zeros(2, dtype=torch.uint64, device=q.device)  # the random state of dropout
     parts: list[tuple[Tensor, ...]] = []
-    for part, first_q, end_q, first_k, end_k in _backward_calls(pattern.segments):
-        own, theirs = slice(first_q, end_q), slice(first_k, end_k)
-        alone = len(part.queries) == 2 and part.keys[-1] >= LONG_DOCUMENT
-        q_bounds, k_bounds = part.on(q.device, 1 if alone else _slots(q))
+    for part, own, theirs, slots in _backward_calls(pattern.segments, keys, q.shape[1], _processors(q.device)):
+        q_bounds, k_bounds = part.on(q.device, slots)
         with deterministic_backward():
             result = aten._flash_attention_backward(
                 *(tensor[rows] for tensor, rows in zip(flat, (own, own, theirs, theirs, own), strict=True)),
@@ -79,32 +79,50 @@ def backward(inputs: BackwardInputs) -> tuple[Tensor, Tensor, Tensor]:
     return d_q.unflatten(0, (batch, length)).transpose(1, 2), d_k, d_v
 
 
-def _backward_calls(segments: Segments) -> list[tuple[Segments, int, int, int, int]]:
-    """Runs of segments, one for each call of the kernel, with their first and last queries and keys.
+class BackwardCall(NamedTuple):
+    """One call of the kernel's backward: consecutive segments, their queries and keys, and the fewest segments that it
+    gets. Empty ones fill it."""
+
+    segments: Segments
+    queries: slice
+    keys: slice
+    slots: int
+
+
+def _backward_calls(segments: Segments, row: int, heads: int, processors: int) -> list[BackwardCall]:
+    """The calls for some segments of rows with `row` keys.
 
     The kernel's deterministic backward splits the keys of a document into ceil(processors / (segments x heads)) sums.
-    Hence a call has enough segments for one sum, empty ones included, so that the bits of a document do not depend on
-    how many others there are. A long document is alone in its call: it is split in any case, and uses the whole device.
+    The segments of a call are chosen so that this number depends on the document alone: one sum, two for a document
+    that fills its row, and for a long document, alone in its call, as many as the device takes. Hence the bits of a
+    document do not depend on its neighbors. Without a promise of bits there is one call.
     """
-    lengths = [k_count for _, _, _, k_count in segments.each()]
-    borders = {0, len(lengths)}
-    for index, length in enumerate(lengths):
-        if length >= LONG_DOCUMENT:
-            borders |= {index, index + 1}
-    if len(borders) == 2:
-        return [(segments, 0, segments.queries[-1], 0, segments.keys[-1])]
-    ordered = sorted(borders)
+    documents = list(segments.each())
+    if not promises_bits():
+        return [_call(segments, 0, len(documents), 1)]
+
+    def kind(index: int) -> tuple[int, int]:
+        """The most documents of a call, and its slots."""
+        keys = documents[index][3]
+        if keys >= LONG_DOCUMENT:
+            return 1, 1
+        if keys == row >= WHOLE_ROW and heads < processors:
+            return (processors - 1) // heads, -(-processors // (2 * heads))
+        return len(documents), -(-processors // heads)
+
     calls = []
-    for first, last in itertools.pairwise(ordered):
-        queries, keys = segments.queries[first : last + 1], segments.keys[first : last + 1]
-        part = Segments(tuple(at - queries[0] for at in queries), tuple(at - keys[0] for at in keys))
-        calls.append((part, queries[0], queries[-1], keys[0], keys[-1]))
+    for (most, slots), alike in itertools.groupby(range(len(documents)), kind):
+        indexes = list(alike)
+        for first in range(indexes[0], indexes[-1] + 1, most):
+            calls.append(_call(segments, first, min(first + most, indexes[-1] + 1), slots))
     return calls
 
 
-def _slots(q: Tensor) -> int:
-    """The fewest segments of a call with which the deterministic backward makes one sum (see `_backward_calls`)."""
-    return -(-_processors(q.device) // q.shape[1])
+def _call(segments: Segments, first: int, end: int, slots: int) -> BackwardCall:
+    queries, keys = segments.queries[first : end + 1], segments.keys[first : end + 1]
+    whole = len(queries) == len(segments.queries)
+    part = segments if whole else Segments(tuple(x - queries[0] for x in queries), tuple(x - keys[0] for x in keys))
+    return BackwardCall(part, slice(queries[0], queries[-1]), slice(keys[0], keys[-1]), slots)
 
 
 @cache

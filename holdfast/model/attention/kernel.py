@@ -46,9 +46,9 @@ class Kernel(Protocol):
 
 @contextmanager
 def deterministic_backward() -> Iterator[None]:
-    """Kernels of CUDA have a deterministic backward, and choose it by this global switch of torch alone."""
-    enabled, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if enabled and not warns:
+    """Kernels of CUDA have a deterministic backward, and choose it by this global switch of torch alone. It is on where
+    a run promises bits (see `make_deterministic`). If it only warns, it is made strict here."""
+    if not promises_bits() or not torch.is_deterministic_algorithms_warn_only_enabled():
         yield
         return
     previous = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
@@ -58,4 +58,9 @@ def deterministic_backward() -> Iterator[None]:
         yield
     finally:
         torch.utils.deterministic.fill_uninitialized_memory = previous  # type: ignore[attr-defined]
-        torch.use_deterministic_algorithms(enabled, warn_only=warns)
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def promises_bits() -> bool:
+    """Whether the same inputs must give the same bits. Else a kernel may take its fastest backward."""
+    return torch.are_deterministic_algorithms_enabled()

@@ -119,7 +119,7 @@ def _opaque_forward(
 ) -> tuple[Tensor, Tensor]:
     """`attention_forward` as one operator, which a compiler does not look into. `bounds` are those of the segments."""
     out, lse = attention_forward(q, k, v, sinks, _pattern_of(bounds, window, scale))
-    return out.contiguous(), lse.contiguous()
+    return _as_promised(out, q), lse.contiguous()
 
 
 @torch.library.custom_op(
@@ -131,18 +131,27 @@ def _opaque_backward(gradient: Tensor, out: Tensor, lse: Tensor, *operands: Any)
     """`attention_backward` as one operator. The gradient of the sinks comes last, if there are any."""
     q, k, v, sinks, bounds, window, scale = operands
     inputs = BackwardInputs(gradient, q, k, v, out, lse, _pattern_of(bounds, window, scale))
-    gradients = attention_backward(inputs, sinks)
-    return [tensor.contiguous() for tensor in gradients if tensor is not None]
+    *gradients, d_sinks = attention_backward(inputs, sinks)
+    of_sinks = [] if d_sinks is None else [d_sinks.contiguous()]
+    return [_as_promised(tensor, q) for tensor in gradients if tensor is not None] + of_sinks
+
+
+def _as_promised(x_BHTK: Tensor, q: Tensor) -> Tensor:
+    """The same values in the memory layout that a compiler expects: the one that the kernel writes, without a copy."""
+    return x_BHTK.transpose(1, 2).contiguous().transpose(1, 2) if uses_flash(q) else x_BHTK.contiguous()
 
 
 @_opaque_forward.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    return _as_promised(q.new_empty(q.shape), q), lse
 
 
 @_opaque_backward.register_fake
 def _(*operands: Any) -> list[Tensor]:
-    return [tensor.new_empty(tensor.shape) for tensor in operands[3:7] if tensor is not None]
+    *tensors, sinks = operands[3:7]
+    of_sinks = [] if sinks is None else [sinks.new_empty(sinks.shape)]
+    return [_as_promised(tensor.new_empty(tensor.shape), tensor) for tensor in tensors] + of_sinks
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
