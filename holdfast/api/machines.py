@@ -141,7 +141,7 @@ def chaos(
 def verify(spec: Path, *, overrides: Sequence[str] = (), steps: int = 8, resume_at: int | None = None) -> Exactness:
     """Run the training script of a spec for some steps on this machine, without and with a stop, and compare the bits.
     `resume_at` is the step of the stop; default: the middle. The runs are kept nowhere."""
-    from holdfast.code.script import publish_script
+    from holdfast.code.resolve import publish_code
     from holdfast.components.train.exactness import verify_script
     from holdfast.pipelines.paths import load_spec
     from holdfast.runtime.temporary import temporary_folder
@@ -155,7 +155,7 @@ def verify(spec: Path, *, overrides: Sequence[str] = (), steps: int = 8, resume_
         raise UsageError(f"{stop} is not between 0 and {steps}", "--resume-at", "stop within the steps")
     with temporary_folder() as folder:
         store = open_store(f"file://{folder}/store")
-        publish_script(checked_spec, store)
+        publish_code(checked_spec, store)
         return verify_script(checked_spec, store, steps, stop)
 
 

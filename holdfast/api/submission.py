@@ -10,7 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.code.resolve import publish_code, require_known_code, resolve_code
+from holdfast.code.resolve import (
+    keep_submitted,
+    publish_code,
+    require_known_code,
+    require_submitted,
+    resolve_code,
+)
+from holdfast.code.script import refuse_script
 from holdfast.pipelines.backends import (
     DEFAULT,
     VARIABLE,
@@ -152,7 +159,8 @@ def request(
         checked_spec = resolve_code(spec, Path.cwd())
     else:
         checked_spec = load_spec(_path(spec), overrides)
-    _require_script_here(checked_spec, capabilities.foreground, bool(over))
+    if over:
+        refuse_script(checked_spec, "a sweep", "run one spec for each trial: `holdfast run` with other arguments")
     trials = grid(checked_spec, over) if over else ()
     run_request = RunRequest(
         spec_of(checked_spec) if capabilities.foreground else checked_spec,
@@ -169,14 +177,6 @@ def request(
     return identify_request(
         run_request, shared_folders=capabilities.shared_folders, shared_volumes=capabilities.shared_volumes
     )
-
-
-def _require_script_here(spec: Spec, foreground: bool, is_sweep: bool) -> None:
-    """Raises SpecError for a training script that would not run on this machine."""
-    if spec.train.script is None or (foreground and not is_sweep):
-        return
-    message = "is not run by sweeps yet" if is_sweep else "is run only on this machine yet"
-    raise SpecError([Problem("train.script", spec.train.script, message, "use `holdfast run` with the backend local")])
 
 
 def submit(
@@ -240,6 +240,8 @@ def resume(run: str, *, at: Location = AS_RECORDED, replan: bool = False, consol
     last = record if replan else record.accepted(opened_store)
     run_request = replace(last.request, replan=replan)  # a permission counts once
     require_known_code(run_request.spec, run)
+    if run_request.spec.code is not None:
+        require_submitted(run_request.executed, run)
     target = open_recorded(at, record)
     _show_on(target, console)
     place = resolve_location(at, record)
@@ -348,7 +350,8 @@ def _opened(name: str, store: str, options: ClusterOptions, console: Console | N
 
 
 def publish_request_code(wanted: RunRequest, backend: str) -> None:
-    """Put the code of a request into the store of its run. Raises SpecError if that store is unknown here."""
+    """Put the code of a request into the store of its run, and remember the request. Raises SpecError if that store is
+    unknown here."""
     if wanted.spec.code is None:
         return
     root = wanted.store or wanted.spec.store or os.environ.get("HOLDFAST_STORE", "")
@@ -356,6 +359,7 @@ def publish_request_code(wanted: RunRequest, backend: str) -> None:
         remedy = "name the store of the pods: --store, `store` in the spec, or HOLDFAST_STORE"
         raise SpecError([Problem("store", None, "is needed here, to send your code to it", remedy)])
     publish_code(wanted.spec, open_store_at(root))
+    keep_submitted(wanted.executed)
 
 
 def _show_on(target: Backend, console: Console | None, again: str = "") -> None:

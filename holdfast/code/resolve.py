@@ -145,6 +145,27 @@ def _file_of(digest: str) -> Path:
     return cache_dir() / "code" / f"{digest.partition(':')[2]}.bundle"
 
 
+def keep_submitted(request: str) -> None:
+    """Remember that a request with code was submitted from this machine. `request` is its digest."""
+    file = _submitted(request)
+    make_folder(file.parent)
+    file.touch()
+
+
+def require_submitted(request: str, source: str) -> None:
+    """Raises MissingError for a request with code that was read from a store, unless exactly it was submitted from this
+    machine. Write access to a store must not change the code, its arguments or its environment."""
+    if not _submitted(request).is_file():
+        raise MissingError(
+            f"{source}: its spec in the store is none that was submitted from this machine, and a store is not trusted "
+            "with the arguments of your code; run its spec again from its folder, which resumes the run"
+        )
+
+
+def _submitted(request: str) -> Path:
+    return cache_dir() / "code" / "submitted" / request
+
+
 def require_known_code(spec: Spec, source: str) -> None:
     """Raises MissingError for a spec that was read from a store, if its code was not bundled on this machine. Write
     access to a store must not decide what runs."""
@@ -157,7 +178,7 @@ def require_known_code(spec: Spec, source: str) -> None:
 
 def publish_code(spec: Spec, store: Store) -> None:
     """Make sure that the bundle of a spec is in the store. Raises MissingError if neither has it."""
-    if spec.code is None or spec.train.script is not None:
+    if spec.code is None:
         return
     if is_kept(spec.code):
         publish(store, Bundle(read_kept(spec.code), ()))

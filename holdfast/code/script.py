@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from pathlib import Path, PurePosixPath
 
-from holdfast.code.bundle import IGNORE_FILE, Bundle, make_bundle, publish
+from holdfast.code.bundle import IGNORE_FILE, Bundle, make_bundle
 from holdfast.code.closure import parse_source, source_text
-from holdfast.code.resolve import keep, read_kept
+from holdfast.code.resolve import keep
 from holdfast.spec import Spec
 from holdfast.spec.errors import Problem, SpecError
-from holdfast.store import Store
 
 
 def resolve_script(spec: Spec, folder: Path) -> Spec:
@@ -43,14 +42,6 @@ def _fault(path: Path, bundle: Bundle) -> tuple[str, str] | None:
     except SyntaxError as error:
         return f"is not valid Python: line {error.lineno or 1}: {error.msg}", "correct it"
     return None
-
-
-def publish_script(spec: Spec, store: Store) -> None:
-    """Put the bundle of a script into the store of its run. Raises MissingError if it was not made on this machine, and
-    DataError if its file was changed."""
-    if spec.train.script is None or spec.code is None:
-        return
-    publish(store, Bundle(read_kept(spec.code), ()))
 
 
 def refuse_script(spec: Spec, subject: str, remedy: str) -> None:

@@ -45,6 +45,7 @@ SWEEP_EDGES = (
 )
 # Two entrypoints: a scheduled DAG first checks whether a retraining is due.
 START, SCHEDULED_START = "preprocess", "trigger"
+SCRIPT_START = "train"  # of the DAG of a training script, which reads its own data
 
 # With `data.fan_out`, many tokenise steps run before preprocess, which then only joins their results.
 FAN_OUT_START = "divide"
@@ -66,7 +67,7 @@ def edges_of(spec: Spec) -> tuple[Edge, ...]:
 def start_of(spec: Spec) -> str:
     """The first step of the DAG of a spec without a retraining check."""
     if spec.train.script is not None:
-        return "train"
+        return SCRIPT_START
     return START if spec.data.fan_out == 1 else FAN_OUT_START
 
 

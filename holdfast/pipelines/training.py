@@ -16,7 +16,11 @@ def training(step: Pipeline) -> None:
 
 
 def train_and_register(step: Pipeline) -> None:
-    """The four steps; each resumes its work and returns what it has already finished."""
+    """The four steps; each resumes its work and returns what it has already finished. A training script has only its
+    own step."""
+    if step.trains_script:
+        step("train")
+        return
     dataset = preprocess_in_parallel(step) if step.fan_out > 1 else step("preprocess")
     model = step("train", dataset_id=dataset)
     step.show_artifacts(dataset, model)

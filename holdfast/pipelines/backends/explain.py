@@ -27,7 +27,7 @@ from holdfast.pipelines.backends.interface import (
     ended_with,
     step_called,
 )
-from holdfast.pipelines.table import EDGES, SCHEDULED_START, START, SWEEP_EDGES
+from holdfast.pipelines.table import EDGES, SCHEDULED_START, START, SWEEP_EDGES, Edge, edges_of, start_of
 from holdfast.runtime.environment import store_url
 from holdfast.spec import parse_spec
 from holdfast.spec.errors import DataError, ExitCode, HoldfastError, MissingError
@@ -52,6 +52,8 @@ class Known:
     reasons: Sequence[str] = ()  # of the verdict
     waits: str = ""  # what the training currently waits for
     problem: str = ""  # why the store cannot be read
+    start: str = START  # the first step of the DAG, and its edges
+    edges: Sequence[Edge] = EDGES
 
 
 class Given(Protocol):
@@ -79,6 +81,7 @@ def store_named_by(given: Given) -> str:
 
 def known_of(root: str, job: str, given: Given, status: RunStatus) -> Known:
     """The records in the store at `root` (default: this machine's) of the execution that its steps call `job`."""
+    start, edges = _dag_of(given)
     try:
         store = open_store(root or store_url(), deadline=DEADLINE)
         records = outcomes_in(store, job)
@@ -88,10 +91,21 @@ def known_of(root: str, job: str, given: Given, status: RunStatus) -> Known:
             outcomes,
             verdict_reasons(store, run_id) if run_id and "evaluate" in outcomes else (),
             waits_for(store, run_id) if run_id and training else "",
+            start=start,
+            edges=edges,
         )
     except (HoldfastError, OSError, ValueError) as error:
         log.debug("the records of %s cannot be read: %s", job, error)
-        return Known(problem=f"the records in the store cannot be read: {error}")
+        return Known(problem=f"the records in the store cannot be read: {error}", start=start, edges=edges)
+
+
+def _dag_of(given: Given) -> tuple[str, Sequence[Edge]]:
+    """The first step and the edges of the DAG that a spec has. Retraining and shares of a corpus are left out."""
+    with suppress(HoldfastError):
+        spec = parse_spec(given.spec, given.overrides)
+        if spec.train.script is not None:
+            return start_of(spec), edges_of(spec)
+    return START, EDGES
 
 
 def explained(status: RunStatus, known: Known) -> RunStatus:
@@ -171,10 +185,10 @@ def _completed(status: RunStatus, steps: list[StepStatus], known: Known) -> list
         position = next((index for index, other in enumerate(all_steps) if other.name == EXIT_HANDLER), len(all_steps))
         all_steps.insert(position, step)
 
-    if not status.unfinished and not {START, SCHEDULED_START} & {*steps_by_name}:
-        steps_by_name[START] = StepStatus(START, NOT_BEGUN)
-        add(steps_by_name[START])
-    for edge in SWEEP_EDGES if sweep else EDGES:
+    if not status.unfinished and not {known.start, SCHEDULED_START} & {*steps_by_name}:
+        steps_by_name[known.start] = StepStatus(known.start, NOT_BEGUN)
+        add(steps_by_name[known.start])
+    for edge in SWEEP_EDGES if sweep else known.edges:
         if edge.before == "trigger" and "trigger" not in steps_by_name:
             continue
         predecessor, successor = steps_by_name.get(edge.before), steps_by_name.get(edge.after)

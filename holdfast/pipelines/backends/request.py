@@ -62,6 +62,12 @@ class RunRequest:
         return parameters
 
     @property
+    def executed(self) -> str:
+        """A digest of all that decides what runs: the spec with its code, arguments and environment, the image, and
+        the changes of the trials."""
+        return digest([dump_spec(self.spec), self.image, self.trials])
+
+    @property
     def key(self) -> str:
         """The key of the submission in a store: the id of the run, or a digest of the request."""
         return self.run_id or digest([self.question(), self.image])

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from holdfast.code.script import publish_script
 from holdfast.launch.choose import require_this_machine
 from holdfast.pipelines.backends.interface import FAILED, RUNNING, SUCCEEDED, StepStatus
 from holdfast.pipelines.backends.local import worker
@@ -93,7 +92,6 @@ def run_to_end(made: LocalRun, again: str, console: Console | None = None) -> Ex
 
     if made.spec.train.script is None:
         require_usable(made.spec)
-    publish_script(made.spec, made.store)
     return _execute(made, console, again)
 
 

@@ -47,10 +47,20 @@ from holdfast.pipelines.backends.slurm.states import (
     whole_state,
 )
 from holdfast.pipelines.paths import store_root
-from holdfast.pipelines.table import EDGES, FAN_OUT_START, START, SWEEP_EDGES, steps_from
+from holdfast.pipelines.table import (
+    EDGES,
+    FAN_OUT_START,
+    SCRIPT_START,
+    START,
+    SWEEP_EDGES,
+    edges_of,
+    start_of,
+    steps_from,
+)
 from holdfast.runtime.environment import store_url
 from holdfast.runtime.logs import plain
 from holdfast.runtime.output import CHUNK, LineCutter
+from holdfast.spec import parse_spec
 from holdfast.spec.errors import HoldfastError, MissingError
 from holdfast.steps import STEPS
 from holdfast.steps.jobs import outcomes_of
@@ -95,11 +105,23 @@ class Submitted:
         """
         if self.unfinished and not self.whole:  # its jobs are still being created
             return []
-        steps = list(steps_from(START, SWEEP_EDGES if self.is_sweep else EDGES))
+        steps = self._planned_steps()
         last = max(
             (position for position, step in enumerate(steps) if step in self.jobs or step in reported), default=-1
         )
         return steps[last + 1 :]
+
+    def _planned_steps(self) -> list[str]:
+        """The steps of its DAG, in order. Only its folder knows that it trains a script."""
+        if self.is_sweep:
+            return list(steps_from(START, SWEEP_EDGES))
+        if START not in self.jobs and FAN_OUT_START not in self.jobs:
+            for file in folder_of(self.key).glob("spec-*.yaml"):
+                with suppress(HoldfastError, OSError):  # a spec of another version
+                    spec = parse_spec(file.read_text(encoding="utf-8"))
+                    if spec.train.script is not None:
+                        return list(steps_from(start_of(spec), edges_of(spec)))
+        return list(steps_from(START, EDGES))
 
 
 def chains_of(keys: Sequence[str] = ()) -> list[Submitted]:
@@ -127,10 +149,12 @@ def chains_of(keys: Sequence[str] = ()) -> list[Submitted]:
 
 def _begins(step: str, key: str, called: str, fitting: Sequence[Submitted]) -> bool:
     """Whether a job is the first of a chain. The comment of a first job has no number yet."""
-    if step not in (START, FAN_OUT_START):
-        return False
     if called:
         return called == key
+    if step == SCRIPT_START:
+        return not fitting
+    if step not in (START, FAN_OUT_START):
+        return False
     return step == FAN_OUT_START or not any(FAN_OUT_START in chain.jobs for chain in fitting)
 
 

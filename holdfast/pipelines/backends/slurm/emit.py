@@ -6,6 +6,7 @@ of earlier steps from the store.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import shlex
@@ -291,4 +292,7 @@ def _command(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
         inputs.append(f"--tasks={tasks}")
     if chain.spec.code is not None:  # on the command line, and not only in the file
         inputs.append(f"--set=code={chain.spec.code}")
+    if (script := chain.spec.train.script) is not None:
+        fields = {"script": script, "arguments": chain.spec.train.arguments}
+        inputs += [f"--set=train.{name}={json.dumps(value)}" for name, value in fields.items()]
     return [*command, *inputs, *(f"--{name}={value}" for name, value in arguments.items())]
