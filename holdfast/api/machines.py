@@ -117,24 +117,25 @@ def chaos(
 ) -> Chaos:
     """A request to train a spec on this machine with and without faults; `run_with_faults` runs it.
 
-    `faults`: names such as `rank-killed,store-away`; empty: all.
+    `faults`: names such as `rank-killed,store-away`; empty: all. Raises UsageError for `steps` of a training script.
     """
-    from holdfast.code.script import refuse_script
     from holdfast.pipelines.chaos import compare
     from holdfast.pipelines.paths import load_spec
 
     checked_spec = load_spec(spec, overrides)
-    refuse_script(
-        checked_spec, "chaos", "use `holdfast verify`, which stops and resumes the script and compares the bits"
-    )
+    is_script = checked_spec.train.script is not None
+    if is_script and steps:
+        remedy = "give the script its steps: --set 'train.arguments=[...]'"
+        raise UsageError("a training script has its own number of steps", "--steps", remedy)
     return compare.Chaos(
         spec,
         overrides,
-        steps or min(checked_spec.training.steps, compare.STEPS),
+        0 if is_script else steps or min(checked_spec.training.steps, compare.STEPS),
         compare.draw_seed() if seed is None else seed,
         minutes,
         compare.known_faults(faults),
         store,
+        is_script=is_script,
     )
 
 

@@ -31,6 +31,7 @@ CHANGES_BITS = re.compile(
     r"|NCCL_(ALGO|PROTO|NTHREADS|(MIN|MAX)_(N?CHANNELS|CTAS)|NVLS_ENABLE|COLLNET_ENABLE|BUFFSIZE|NET|IB_DISABLE)|FI_PROVIDER"
     r"|ROCBLAS_\w+|HIPBLASLT_\w+|MIOPEN_FIND_\w+|HSA_OVERRIDE_GFX_VERSION|HCCL_(ALGO|DETERMINISTIC)"
 )
+PACKAGES_SHOWN = 5
 ODD_RANKS_SHOWN = 8
 
 
@@ -64,6 +65,22 @@ def require_one_plan(plans: Sequence[Plan], determinism: str) -> None:
             f"{message}, and training.determinism: {determinism} promises bits. Make the nodes alike, for instance by "
             "cluster.node_selector, or set training.determinism: off"
         )
+    log.warning("%s", message)
+
+
+def require_equal_packages(packages: Sequence[Sequence[str]], determinism: str) -> None:
+    """Refuse a gang whose ranks have different packages. `packages` are `name==version` of each rank, in rank order.
+    Raises PlanChangedError with the differences. Under determinism `off` it only logs a warning."""
+    first = set(packages[0])
+    odd_ranks = {rank: first ^ set(ones) for rank, ones in enumerate(packages) if set(ones) != first}
+    rank, differing = next(iter(odd_ranks.items()))
+    here, there = (sorted(differing & set(ones))[:PACKAGES_SHOWN] for ones in (packages[0], packages[rank]))
+    message = (
+        f"{len(odd_ranks)} of {len(packages)} ranks have other packages than rank 0. Rank {rank} has "
+        f"{', '.join(there) or 'none'}, and rank 0 has {', '.join(here) or 'none'} instead"
+    )
+    if determinism != "off":
+        raise PlanChangedError(f"{message}. Install the same packages on all nodes, or use one image for them")
     log.warning("%s", message)
 
 

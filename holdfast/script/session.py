@@ -12,6 +12,7 @@ import os
 import socket
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -42,7 +43,7 @@ from holdfast.launch.exits import RankRecord
 from holdfast.rank.checkpoint_policy import CheckpointPolicy, failures_before, near_tiers, upload_rate
 from holdfast.rank.measure.energy_meter import Meter
 from holdfast.rank.measure.phase_timer import PhaseTimeReporter
-from holdfast.rank.plan import claim, require_one_plan, surroundings_of
+from holdfast.rank.plan import claim, require_equal_packages, require_one_plan, surroundings_of
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import make_deterministic
 from holdfast.script.assignment import ScriptAssignment
@@ -57,11 +58,12 @@ from holdfast.spec.plan import Plan, require_plan
 from holdfast.store import Store
 from holdfast.telemetry import emit, phases
 from holdfast.telemetry.channel import set_source
-from holdfast.telemetry.events import AttemptBegan
+from holdfast.telemetry.events import AttemptBegan, WarningIssued
 from holdfast.telemetry.serving import showing_metrics
 
 log = logging.getLogger("holdfast.script")
 
+UNREPORTED_UPDATES = 100  # optimizer steps without session.step, after which a warning is due
 UNKNOWN_STEPS = 1 << 60  # a step that no run reaches: the script does not say how many it needs
 
 
@@ -213,6 +215,7 @@ class ManagedSession(Session):
         self._due: tuple[int, bool] = (-1, False)
         self._left = False  # all ranks leave
         self._steps: int | None = None
+        self._updates: Counter[int] = Counter()  # steps of each optimizer before the first session.step
 
     def restore(self, *, per_rank: Mapping[str, Any] = {}, steps: int | None = None, **state: Any) -> int:
         """See Session."""
@@ -434,16 +437,30 @@ class ManagedSession(Session):
         hook = register_optimizer_step_pre_hook(self._before_update)
         self._stack.callback(hook.remove)
 
-    def _before_update(self, *_: object) -> None:
+    def _before_update(self, optimizer: object, *_: object) -> None:
         """Wait for the readers of the state before an optimizer changes it."""
         phases.enter("save")
         self._checkpointer.wait_for_staging()
-        phases.enter("optimizer")
+        if self._step != self._started:
+            phases.enter("optimizer")
+            return
+        phases.enter("script")
+        self._updates[id(optimizer)] += 1
+        if self._updates[id(optimizer)] == UNREPORTED_UPDATES and self._gang.rank == 0:
+            message = (
+                f"the script made {UNREPORTED_UPDATES} optimizer steps after session.restore without session.step: "
+                "nothing is saved, and a failure repeats them; call session.step(step + 1) after each optimizer step"
+            )
+            log.warning("%s", message)
+            emit(WarningIssued(message=message))
 
     def _next(self, step: int) -> None:
         """Prepare the step after `step`."""
         if self._seeds:
             seed_all(self.seed, "step", step, self._seed_rank)
+        if step == self._started:
+            phases.enter("script", step)  # it may do anything before its first step, for any time
+            return
         phases.enter("data", step)
         phases.enter("forward")
 
@@ -479,7 +496,10 @@ class ManagedSession(Session):
             surroundings=surroundings_of(device, "script")
             | {"packages": digest(packages), "variable PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "not set")},
         )
-        require_one_plan(self._gang.all_gather(plan, Plan), assignment.determinism)
+        plans = self._gang.all_gather(plan, Plan)
+        if len({each.surroundings["packages"] for each in plans}) > 1:
+            require_equal_packages(self._gang.all_gather(packages, list[str]), assignment.determinism)
+        require_one_plan(plans, assignment.determinism)
         return plan
 
     def _accept(self, plan: Plan, manifest: Manifest) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,6 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.api import Run
-from holdfast.api.machines import chaos
 from holdfast.audit.replay_job import replay_steps
 from holdfast.audit.sampling import audit
 from holdfast.checkpoint import list_attempts
@@ -20,6 +21,7 @@ from holdfast.code import make_bundle, publish
 from holdfast.components.train.script import _finish, train_script
 from holdfast.components.train.step import GangError
 from holdfast.launch.launches import read_exits
+from holdfast.launch.node.hangs import LONG
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.paths import load_spec
 from holdfast.pipelines.view.catalog import find_run
@@ -27,11 +29,12 @@ from holdfast.pipelines.view.report import print_run
 from holdfast.runtime.exits import code_of
 from holdfast.script.process import _failure
 from holdfast.script.tree import StateError
-from holdfast.spec import ExitCode, Spec, dump_spec, parse_spec
-from holdfast.spec.errors import DivergedError, SpecError
+from holdfast.spec import ExitCode, Spec, parse_spec
+from holdfast.spec.errors import DivergedError, PlanChangedError, SpecError
 from holdfast.store import Store
-from holdfast.telemetry import read_events, read_history, recording
+from holdfast.telemetry import phases, read_events, read_history, recording
 from holdfast.telemetry.run_metadata import write_run_metadata
+from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import opened
 from tests.script.launched import ask_to_leave, digest_of_run, run_script
 
@@ -89,6 +92,59 @@ def test_a_loop_that_starts_over_is_refused_with_the_line_to_write(url: str) -> 
 def test_a_script_that_never_reports_a_step_is_named(url: str) -> None:
     with pytest.raises(StateError, match=r"ended without session\.step"):
         run_script(url, "silent", lambda: holdfast.session().restore(model=nn.Linear(1, 1)))
+
+
+def test_a_script_that_trains_without_reporting_steps_is_named_while_it_runs_and_is_in_no_phase_with_a_limit(
+    url: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def unreported(updates: int, steps: int) -> None:
+        session = holdfast.session(seed=1)
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        start = session.restore(model=model, optimizer=optimizer, steps=1)
+        for _ in range(updates):
+            model(torch.ones(1, 1)).sum().backward()
+            optimizer.step()
+        assert phases.place().phase == "script"
+        assert math.isinf(LONG["script"])
+        for step in range(start, steps):
+            session.step(step + 1)
+            assert phases.place().phase == "forward"
+            optimizer.step()
+            assert phases.place().phase == "optimizer"
+
+    words = "100 optimizer steps after session.restore without session.step"
+    run_script(url, "reported", unreported, 99, 1)
+    assert words not in caplog.text
+    with pytest.raises(StateError, match=r"ended without session\.step"):
+        run_script(url, "unreported", unreported, 101, 0)
+    assert caplog.text.count(words) == 1
+
+
+def test_a_package_that_differs_on_one_rank_is_named(url: str, tmp_path: Path) -> None:
+    messages = in_ranks(2, _with_own_packages, url, tmp_path)
+    assert all("Rank 1 has odd-package==2, and rank 0 has odd-package==1 instead" in one for one in messages)
+
+
+def _with_own_packages(rank: int, size: int, url: str, folder: Path) -> str:
+    metadata = folder / f"packages-{rank}" / "odd_package.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: odd-package\nVersion: {rank + 1}\n")
+    sys.path.append(str(metadata.parents[1]))
+    with process_group(folder / "meeting", rank, size), pytest.raises(PlanChangedError) as error:
+        run_script(url, "odd", loop)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("wrong", [2, 0])
+def test_a_step_that_is_skipped_or_repeated_is_refused(url: str, wrong: int) -> None:
+    def miscounting() -> None:
+        session = holdfast.session(seed=1)
+        session.restore(model=nn.Linear(1, 1))
+        session.step(wrong)
+
+    with pytest.raises(StateError, match=rf"session\.step\({wrong}\) follows step 0; the next one is 1"):
+        run_script(url, "miscounting", miscounting)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_keeps_the_last_checkpoint(url: str) -> None:
@@ -303,13 +359,7 @@ def test_commands_for_the_training_loop_of_holdfast_refuse_a_script_and_a_diff_c
     compared = CliRunner().invoke(app, ["audit", "diff", *runs, "--store", url])
     assert (compared.exit_code, compared.exception) == (0, None), compared.output
     one = Run(runs[0], url)
-    yaml = tmp_path / "code" / "spec.yaml"
-    yaml.write_text(dump_spec(spec.model_copy(update={"code": None})))
-    for refused in (
-        lambda: one.fork(2),
-        lambda: replay_steps(store, one.id, spec, 1, 2),
-        lambda: chaos(yaml),
-    ):
+    for refused in (lambda: one.fork(2), lambda: replay_steps(store, one.id, spec, 1, 2)):
         with pytest.raises(SpecError, match=r"train\.script: is a training script, and .* works only with Holdfast"):
             refused()
     audited = audit(store, {one.id: spec}, 1, 0, 10)

@@ -269,3 +269,11 @@ def test_a_parameter_that_appears_between_saves_is_refused() -> None:
     model.bias = nn.Parameter(torch.zeros(2))
     with pytest.raises(StateError, match=r"the tensors of model are not those of session\.restore: model/bias"):
         state.live()
+
+
+def test_a_parameter_that_vanishes_between_saves_is_refused() -> None:
+    model = nn.Linear(2, 2)
+    state = ScriptState({"model": model}, {}, Gang())
+    model.bias = None
+    with pytest.raises(StateError, match=r"the tensors of model are not those of session\.restore: model/bias"):
+        state.live()

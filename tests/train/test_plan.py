@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from holdfast.components.train.result import read_result
 from holdfast.launch.device import device_name
 from holdfast.launch.launches import newest_launch, read_exits
 from holdfast.rank.plan import plan_of as plan_here
-from holdfast.rank.plan import require_one_plan
+from holdfast.rank.plan import require_equal_packages, require_one_plan
 from holdfast.runtime.environment import IMAGE_VARIABLE
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import PlanChangedError
@@ -129,6 +130,14 @@ def test_ranks_with_different_plans_are_refused_by_name() -> None:
     with pytest.raises(PlanChangedError, match=words):
         require_one_plan([alike, alike, odd], "exact")
     require_one_plan([alike, alike, odd], "off")
+
+
+def test_ranks_with_different_packages_are_refused_with_their_versions() -> None:
+    require_equal = partial(require_equal_packages, [["a==1", "b==2"], ["a==1", "b==2"], ["a==1", "b==3", "c==1"]])
+    words = r"1 of 3 ranks have other packages.* Rank 2 has b==3, c==1, and rank 0 has b==2 instead\. Install the same"
+    with pytest.raises(PlanChangedError, match=words):
+        require_equal("exact")
+    require_equal("off")
 
 
 def test_the_device_name_comes_from_the_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from holdfast.components.train.result import TrainingResult, read_result
+from holdfast.components.train.result import ScriptResult, TrainingResult, read_result, read_script_result
 from holdfast.pipelines.backends.local.run import LocalRun, identified
 from holdfast.pipelines.chaos.fault_run import ChaosError, Planned, Run, Survived, schedule
 from holdfast.pipelines.chaos.faults import FAULTS
@@ -49,7 +49,7 @@ class FaultRun:
     planned: tuple[Planned, ...]
     survived: tuple[Survived, ...]
     commands: int  # commands that it took
-    result: TrainingResult
+    result: TrainingResult | ScriptResult
     divergence: Divergence | None  # from the calm run; None: equal
 
     @property
@@ -69,14 +69,15 @@ class Chaos:
 
     spec: Path
     overrides: Sequence[str]
-    steps: int
+    steps: int  # 0: those of the calm run
     seed: int
     minutes: float  # new storms begin during this time; 0: one storm
     faults: Sequence[str]
     store: str = ""
+    is_script: bool = False
     left_out: dict[str, str] = field(default_factory=dict)  # faults that are impossible here, with the reasons
     storms: list[FaultRun] = field(default_factory=list)
-    calm: TrainingResult | None = None
+    calm: TrainingResult | ScriptResult | None = None
 
     def goodput(self, storm: FaultRun) -> float:
         """The time of the calm training as a share of the time of a storm's training."""
@@ -108,6 +109,7 @@ def run_with_faults(experiment: Chaos, tell: Callable[[object], None]) -> None:
         experiment.faults = [name for name in experiment.faults if name not in experiment.left_out]
         began = time.monotonic()
         calm_id, experiment.calm, _, _ = _trained(experiment, site, "calm", (), 0, tell)
+        experiment.steps = experiment.steps or experiment.calm.step
         number = 0
         while number == 0 or time.monotonic() - began < 60 * experiment.minutes:
             seed = experiment.seed + number
@@ -132,7 +134,8 @@ def run_with_faults(experiment: Chaos, tell: Callable[[object], None]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if missed := [name for name in experiment.faults if all(name in storm.missed for storm in experiment.storms)]:
         raise ChaosError(
-            f"the training was over before {', '.join(missed)} could happen; give it more --steps, or fewer --faults",
+            f"the training was over before {', '.join(missed)} could happen; give it more "
+            f"{'steps in train.arguments' if experiment.is_script else '--steps'}, or fewer --faults",
             ExitCode.USAGE,
         )
 
@@ -171,8 +174,9 @@ class _Site:
 
 def _trained(
     experiment: Chaos, site: _Site, salt: str, planned: Sequence[Planned], seed: int, tell: Callable[[object], None]
-) -> tuple[str, TrainingResult, list[Survived], int]:
-    tell(f"{salt}: {experiment.spec}, {experiment.steps} steps")
+) -> tuple[str, TrainingResult | ScriptResult, list[Survived], int]:
+    length = f"{experiment.steps} steps" if experiment.steps else "all steps of its script"
+    tell(f"{salt}: {experiment.spec}, {length}")
     changes = _changes(experiment)
     flags = [word for change in changes for word in ("--set", change)]
     command = [
@@ -192,7 +196,8 @@ def _trained(
     folder.mkdir(parents=True, exist_ok=True)
     survived = run.go(planned, site.proxy, seed, tell)
     local_run = _identified(experiment, site.url, salt)
-    result = read_result(local_run.store, local_run.run_id)
+    read = read_script_result if experiment.is_script else read_result
+    result: TrainingResult | ScriptResult | None = read(local_run.store, local_run.run_id)
     if result is None:
         raise ChaosError(f"{salt}: the command ended with {run.code}, and there is no result; see {run.log}", 1)
     return local_run.run_id, result, survived, run.commands
@@ -203,9 +208,11 @@ def _identified(experiment: Chaos, url: str, salt: str) -> LocalRun:
 
 
 def _changes(experiment: Chaos) -> list[str]:
-    """Settings of both runs: short, restarted immediately, saved often, and not served. The user's
-    settings come last.
+    """Settings of both runs: short, restarted immediately, saved often, and not served. A script keeps its own steps
+    and saves. The user's settings come last.
     """
+    if experiment.is_script:
+        return ["train.log_every=1", "cluster.restarts={budget: 1000, backoff_seconds: 0}", *experiment.overrides]
     return [
         f"training.steps={experiment.steps}",
         f"training.log_every={max(1, experiment.steps // 100)}",

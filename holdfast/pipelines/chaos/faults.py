@@ -123,7 +123,7 @@ def _taken(pid: int, descriptor: int) -> socket.socket:
 
 # Lookup of a run's processes on this machine by role, among the descendants of the process that started it.
 
-WORKER = "holdfast.rank.worker"
+WORKERS = ("holdfast.rank.worker", "holdfast.script.process")
 TORCHRUN = "holdfast.launch.torchrun"
 AGENT = "holdfast.launch.node.agent"
 PIPELINE = "holdfast.pipelines.backends.local.worker"
@@ -134,7 +134,7 @@ def ranks_of(root: psutil.Process) -> dict[int, psutil.Process]:
     """The training ranks below a process, by number."""
     ranks = {}
     for process, command in _below(root):
-        if WORKER in command and TORCHRUN not in command:
+        if any(worker in command for worker in WORKERS) and TORCHRUN not in command:
             with contextlib.suppress(psutil.Error, KeyError, ValueError):
                 ranks[int(process.environ()["RANK"])] = process
     return dict(sorted(ranks.items()))

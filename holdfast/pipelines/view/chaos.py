@@ -51,7 +51,7 @@ class Teller:
         """Print a report."""
         if isinstance(what, int):
             if self._status is not None:
-                self._status.update(f"{self._phase}: step {what} of {self._experiment.steps}")
+                self._status.update(f"{self._phase}: step {what} of {self._experiment.steps or '?'}")
         elif isinstance(what, str):
             self._phase = what
             self._say(f"\n[bold]{escape(what)}[/bold]")
