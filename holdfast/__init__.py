@@ -33,7 +33,8 @@ if TYPE_CHECKING:
         stop,
         submit,
     )
-    from holdfast.script.session import PreemptionExit, Session, session
+    from holdfast.script.interface import PreemptionExit, Session
+    from holdfast.script.session import session
     from holdfast.script.tree import StateError
 
 __all__ = [

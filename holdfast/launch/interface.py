@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from holdfast.spec.cluster import Cluster
-from holdfast.telemetry.events import in_words
+from holdfast.telemetry.event_base import in_words
 
 NODE_RANK_VARIABLE = "HOLDFAST_NODE_RANK"  # names the number of a pod's node in its job
 LEAVE_MARGIN = 15  # seconds between the end of a node's ranks and that of their pod, step or actor

@@ -20,7 +20,7 @@ from holdfast.checkpoint import Manifest
 from holdfast.checkpoint.box import as_bytes
 from holdfast.collectives import Gang
 from holdfast.model.verified import BLOCK_BYTES, Digester, ExportRecord, FileRecord
-from holdfast.script.state import named_tensors
+from holdfast.script.items import named_tensors
 from holdfast.script.tree import StateError
 from holdfast.store import Store, layout
 

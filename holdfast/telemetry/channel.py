@@ -21,7 +21,8 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from holdfast.steps.command_line import report_progress
-from holdfast.telemetry.events import VERSION, Event, PhaseProgress, Progress
+from holdfast.telemetry.event_base import VERSION
+from holdfast.telemetry.events import Event, PhaseProgress, Progress
 
 PIPE = "HOLDFAST_EVENTS"  # files, as in PATH, that every process on this machine appends its events to
 MAX_LINE = 4096  # bytes: what a FIFO takes in one piece

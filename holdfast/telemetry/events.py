@@ -1,69 +1,20 @@
 """Typed events of a run: progress, launches, attempts, saves, endings; and their texts for people.
 
-No text of an event holds a secret, or is too long for its line. `channel` carries the events.
+`channel` carries the events.
 """
 
 from __future__ import annotations
 
-import json
-from abc import abstractmethod
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import Field
 
-from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import ExitCode
 from holdfast.telemetry.accelerators import Figures
-
-VERSION = 1  # version of the lines; a reader skips those of a later one
-MAX_TEXT = 1000  # bytes of a text as JSON
-MAX_NAME = 200
-MAX_WORD = 60
+from holdfast.telemetry.event_base import BaseEvent, Name, Text, Word, in_words, joined, percent, rounded
 
 
-def _fitting(most: int) -> AfterValidator:
-    def fit(text: str) -> str:
-        text = redact(text).encode("utf-8", "replace").decode()
-        while (excess := len(json.dumps(text, ensure_ascii=False).encode()) - 2 - most) > 0:
-            text = text[: min(most, len(text) - max(2, excess // 6))].rstrip("…") + "…"
-        return text
-
-    return AfterValidator(fit)
-
-
-Text = Annotated[str, _fitting(MAX_TEXT)]
-Name = Annotated[str, _fitting(MAX_NAME)]
-Word = Annotated[str, _fitting(MAX_WORD)]
-
-
-class _Event(BaseModel):
-    """The common fields of all events. `emit` fills them in."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-    notable: ClassVar[bool] = True  # False: one of a stream, of which only the newest matters
-    silent: ClassVar[bool] = False  # True: a figure, which is not shown line by line
-    urgent: ClassVar[bool] = False  # True: it always interrupts a person who watches the run
-    v: int = VERSION
-    time: float = 0.0  # Unix seconds; later than the writer's previous event
-    writer: Name = ""  # the process
-    number: int = 0  # position among the writer's events, from 1; writer and number identify the event
-    source: Name = ""  # the emitting part: "launcher", "rank 0", "evaluate"
-    launch: int | None = None
-    attempt: int | None = None
-
-    @property
-    @abstractmethod
-    def text(self) -> str:
-        """The event for a person, in one line."""
-
-    @property
-    def is_news(self) -> bool:
-        """Whether it interrupts a person who watches the run."""
-        return self.urgent
-
-
-class LaunchBegan(_Event):
+class LaunchBegan(BaseEvent):
     """A launcher starts a gang, or takes one over."""
 
     kind: Literal["launch_began"] = "launch_began"
@@ -74,12 +25,12 @@ class LaunchBegan(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         verb = "takes over" if self.adopted else "starts"
         return f"launch {self.launch}: {verb} {self.nodes} x {self.processes} processes as {self.job}"
 
 
-class LaunchPending(_Event):
+class LaunchPending(BaseEvent):
     """A launcher waits for the resources of its gang: in a queue, or for pods that do not start."""
 
     kind: Literal["launch_pending"] = "launch_pending"
@@ -88,12 +39,12 @@ class LaunchPending(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         repetition = f" (came up {self.count} times)" if self.count > 1 else ""
         return f"waiting: {self.reason}{repetition}"
 
 
-class LaunchEnded(_Event):
+class LaunchEnded(BaseEvent):
     """The gang of a launch has ended."""
 
     kind: Literal["launch_ended"] = "launch_ended"
@@ -103,17 +54,17 @@ class LaunchEnded(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         next_launch = "" if self.restart_in is None else f"; starting the next in {self.restart_in:.0f} s"
-        return _joined(f"launch {self.launch} ended ({in_words(self.code)}){next_launch}", self.detail)
+        return joined(f"launch {self.launch} ended ({in_words(self.code)}){next_launch}", self.detail)
 
     @property
     def is_news(self) -> bool:
-        """See _Event."""
+        """See BaseEvent."""
         return self.restart_in is not None
 
 
-class AttemptBegan(_Event):
+class AttemptBegan(BaseEvent):
     """The ranks have met, have loaded the state, and train from here."""
 
     kind: Literal["attempt_began"] = "attempt_began"
@@ -126,22 +77,23 @@ class AttemptBegan(_Event):
     mfu_unavailable: Text = ""  # why it is unknown
     accelerator: Name = ""  # its driver's name for it
     energy_unavailable: Text = ""  # why its energy is unknown
-    missing_metrics: dict[Word, Word] = {}  # other figures that its driver does not report, and why
+    # other figures that its driver does not report, and why
+    missing_metrics: dict[Word, Word] = Field(default_factory=dict)
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         verb = "resuming" if self.step else "starting"
         total = f" of {self.steps}" if self.steps else ""
         return f"attempt {self.attempt}: {verb} from step {self.step}{total} on {self.device} x {self.world}"
 
     @property
     def is_news(self) -> bool:
-        """See _Event."""
+        """See BaseEvent."""
         return self.step > 0
 
 
-class Progress(_Event):
+class Progress(BaseEvent):
     """Progress of the training."""
 
     kind: Literal["progress"] = "progress"
@@ -155,24 +107,24 @@ class Progress(_Event):
     learning_rate: float | None = None
     step_seconds: float | None = None  # seconds per step, the mean since the last Progress event
     mfu: float | None = None  # from 0 to 1
-    phase_seconds: dict[Name, float] = {}  # seconds per step, by phases (`telemetry/phases.py`)
+    phase_seconds: dict[Name, float] = Field(default_factory=dict)  # per step, by phases (`telemetry/phases.py`)
     peak_memory: int | None = None  # bytes on rank 0
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         seconds = int(self.seconds_left)
         speed = "" if self.tokens_per_second is None else f"{self.tokens_per_second:,.0f} tokens/s  "
-        norm = "" if self.grad_norm is None else f"grad_norm {_number(self.grad_norm, 3)}  "
+        norm = "" if self.grad_norm is None else f"grad_norm {rounded(self.grad_norm, 3)}  "
         used = "" if self.mfu is None else f"{100 * self.mfu:.1f} % MFU  "
         return (
-            f"step {self.step:,}/{self.steps:,} ({_percent(self.step, self.steps)} %)  loss {_number(self.loss, 4)}  "
+            f"step {self.step:,}/{self.steps:,} ({percent(self.step, self.steps)} %)  loss {rounded(self.loss, 4)}  "
             f"{norm}{speed}{used}"
             f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
         )
 
 
-class PhaseProgress(_Event):
+class PhaseProgress(BaseEvent):
     """Progress of a phase of a step: tokenize, pack, score, export."""
 
     kind: Literal["phase"] = "phase"
@@ -183,11 +135,11 @@ class PhaseProgress(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
-        return f"{self.phase} {_percent(self.done, self.total)} %"
+        """See BaseEvent."""
+        return f"{self.phase} {percent(self.done, self.total)} %"
 
 
-class TimeSpent(Figures, _Event):
+class TimeSpent(Figures, BaseEvent):
     """How one rank spent its time since its last report, or since its process began, and the figures of its accelerator
     now. Its joules cover the same seconds."""
 
@@ -196,19 +148,20 @@ class TimeSpent(Figures, _Event):
     silent: ClassVar[bool] = True
     rank: int
     step: int  # steps done by then
-    seconds: dict[Name, float] = {}  # by phases (`telemetry/phases.py`); their sum is the time since the last report
+    # by phases (`telemetry/phases.py`); their sum is the time since the last report
+    seconds: dict[Name, float] = Field(default_factory=dict)
     peak_memory: int = 0  # the most bytes that it has held
     last: bool = False  # its process ends with it...
     failed: bool = False  # ...by a failure, and not by completion or request
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         phases = ", ".join(f"{name} {seconds:.3f} s" for name, seconds in self.seconds.items())
         return f"rank {self.rank} by step {self.step}: {phases}"
 
 
-class ProfileSaved(_Event):
+class ProfileSaved(BaseEvent):
     """A requested profile is in the store."""
 
     kind: Literal["profile_saved"] = "profile_saved"
@@ -218,11 +171,11 @@ class ProfileSaved(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         return f"steps {self.first} to {self.last} are profiled: {self.key}"
 
 
-class SaveCommitted(_Event):
+class SaveCommitted(BaseEvent):
     """A checkpoint is in the store."""
 
     kind: Literal["save_committed"] = "save_committed"
@@ -233,12 +186,12 @@ class SaveCommitted(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         size = "" if self.bytes is None else f", {self.bytes:,} bytes"
         return f"saved step {self.step} in {self.seconds:.1f} s{size}; training waited {self.stall_seconds:.2f} s"
 
 
-class SaveFailed(_Event):
+class SaveFailed(BaseEvent):
     """A checkpoint could not be written; training continues."""
 
     kind: Literal["save_failed"] = "save_failed"
@@ -249,11 +202,11 @@ class SaveFailed(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         return f"step {self.step} is not saved, {self.lag} steps hang on the checkpoint before it: {self.reason}"
 
 
-class CheckpointQuarantined(_Event):
+class CheckpointQuarantined(BaseEvent):
     """A checkpoint does not verify; an older one is used."""
 
     kind: Literal["checkpoint_quarantined"] = "checkpoint_quarantined"
@@ -263,11 +216,11 @@ class CheckpointQuarantined(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         return f"checkpoint of step {self.step} is set aside: {self.reason}"
 
 
-class AnomalyFound(_Event):
+class AnomalyFound(BaseEvent):
     """The loss or the gradient norm of a step is not finite, or far above normal; see training.anomalies."""
 
     kind: Literal["anomaly_found"] = "anomaly_found"
@@ -279,17 +232,17 @@ class AnomalyFound(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         sentence = f"step {self.step} is an anomaly ({self.action}): loss {self.loss}, gradient norm {self.grad_norm}"
-        return _joined(sentence, self.batch)
+        return joined(sentence, self.batch)
 
     @property
     def is_news(self) -> bool:
-        """See _Event."""
+        """See BaseEvent."""
         return True
 
 
-class RankEnded(_Event):
+class RankEnded(BaseEvent):
     """A rank exits with a code of the table. A killed rank emits no such event."""
 
     kind: Literal["rank_ended"] = "rank_ended"
@@ -300,11 +253,11 @@ class RankEnded(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
-        return _joined(f"rank {self.rank} on {self.host} ended ({in_words(self.code)})", self.reason)
+        """See BaseEvent."""
+        return joined(f"rank {self.rank} on {self.host} ended ({in_words(self.code)})", self.reason)
 
 
-class HangDetected(_Event):
+class HangDetected(BaseEvent):
     """A rank does nothing while others wait for it, or all wait: the gang is ended and begins again."""
 
     kind: Literal["hang_detected"] = "hang_detected"
@@ -318,11 +271,11 @@ class HangDetected(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         return self.message
 
 
-class StragglerDetected(_Event):
+class StragglerDetected(BaseEvent):
     """A rank is slower than its peers, which wait for it in every step."""
 
     kind: Literal["straggler_detected"] = "straggler_detected"
@@ -336,14 +289,14 @@ class StragglerDetected(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         return (
             f"rank {self.rank} on {self.host} takes {self.ratio:.2f} times as long as its peers, which wait for it: "
             f"{self.seconds:.3f} s more in the phase {self.phase} of each step, up to step {self.step}"
         )
 
 
-class NodeReclaimed(_Event):
+class NodeReclaimed(BaseEvent):
     """A cloud has announced that it takes a node back: the gang saves and exits."""
 
     kind: Literal["node_reclaimed"] = "node_reclaimed"
@@ -354,12 +307,12 @@ class NodeReclaimed(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         notice = "" if self.seconds is None else f", {self.seconds:.0f} s notice"
         return f"node {self.host} reclaimed by the cloud{notice}: {self.reason}"
 
 
-class HealthChecked(_Event):
+class HealthChecked(BaseEvent):
     """The ranks of a launch were measured before they trained."""
 
     kind: Literal["health_checked"] = "health_checked"
@@ -372,7 +325,7 @@ class HealthChecked(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         summary = f"the health of {self.ranks} ranks was checked in {self.seconds:.1f} s ({self.reason})"
         if self.failed:
             return f"{summary}: failed: {self.failed}"
@@ -380,11 +333,11 @@ class HealthChecked(_Event):
 
     @property
     def is_news(self) -> bool:
-        """See _Event."""
+        """See BaseEvent."""
         return bool(self.failed or self.warned)
 
 
-class AuditDiffers(_Event):
+class AuditDiffers(BaseEvent):
     """An audit computed steps again, and got other bits than the run recorded."""
 
     kind: Literal["audit_differs"] = "audit_differs"
@@ -396,11 +349,11 @@ class AuditDiffers(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         return f"step {self.step}, computed again on {self.host} from step {self.start}, differs: {self.differing}"
 
 
-class StepBegan(_Event):
+class StepBegan(BaseEvent):
     """A step of the DAG begins."""
 
     kind: Literal["step_began"] = "step_began"
@@ -408,11 +361,11 @@ class StepBegan(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         return f"{self.name} begins"
 
 
-class StepEnded(_Event):
+class StepEnded(BaseEvent):
     """A step of the DAG has ended."""
 
     kind: Literal["step_ended"] = "step_ended"
@@ -424,12 +377,12 @@ class StepEnded(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         ending = f": {self.result}" if self.code == ExitCode.OK and self.result else f" ({in_words(self.code)})"
-        return _joined(f"{self.name} ended after {self.seconds:.1f} s{ending}", self.reason)
+        return joined(f"{self.name} ended after {self.seconds:.1f} s{ending}", self.reason)
 
 
-class RunEnded(_Event):
+class RunEnded(BaseEvent):
     """The pipeline has ended, as its exit handler sees it."""
 
     kind: Literal["run_ended"] = "run_ended"
@@ -438,11 +391,11 @@ class RunEnded(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
-        return _joined(f"the run {self.status}", self.reason)
+        """See BaseEvent."""
+        return joined(f"the run {self.status}", self.reason)
 
 
-class WarningIssued(_Event):
+class WarningIssued(BaseEvent):
     """A warning for a person."""
 
     kind: Literal["warning_issued"] = "warning_issued"
@@ -451,7 +404,7 @@ class WarningIssued(_Event):
 
     @property
     def text(self) -> str:
-        """See _Event."""
+        """See BaseEvent."""
         return self.message
 
 
@@ -479,23 +432,3 @@ Event = (
     | RunEnded
     | WarningIssued
 )
-
-
-def in_words(code: int) -> str:
-    """An exit code for a person."""
-    try:
-        return ExitCode(code).name.lower().replace("_", " ")
-    except ValueError:
-        return f"signal {code - 128}" if code > 128 else f"exit code {code}"
-
-
-def _joined(what: str, detail: str) -> str:
-    return f"{what}: {' '.join(detail.split())}" if detail else what
-
-
-def _percent(done: int, total: int) -> int:
-    return 100 * done // max(1, total)
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "?" if value is None else f"{value:.{digits}f}"

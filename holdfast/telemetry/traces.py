@@ -21,6 +21,7 @@ from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace import NonRecordingSpan, SpanContext, Status, StatusCode, TraceFlags, set_span_in_context
 
 from holdfast.spec.errors import ExitCode
+from holdfast.telemetry.event_base import in_words
 from holdfast.telemetry.events import (
     AttemptBegan,
     CheckpointQuarantined,
@@ -37,7 +38,6 @@ from holdfast.telemetry.events import (
     StragglerDetected,
     TimeSpent,
     WarningIssued,
-    in_words,
 )
 
 # A run as nested spans, from its events: steps of the DAG, launches, attempts and saves.

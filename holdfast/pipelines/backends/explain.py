@@ -35,8 +35,9 @@ from holdfast.steps.jobs import outcomes_in
 from holdfast.steps.outcomes import EXIT_HANDLER, KILLED, Outcome, run_of
 from holdfast.store import Store, layout, open_store
 from holdfast.store.json_reading import read_json_object
+from holdfast.telemetry.event_base import in_words
 from holdfast.telemetry.event_log import newest_objects
-from holdfast.telemetry.events import AttemptBegan, LaunchPending, Progress, in_words
+from holdfast.telemetry.events import AttemptBegan, LaunchPending, Progress
 
 log = logging.getLogger("holdfast.status")
 

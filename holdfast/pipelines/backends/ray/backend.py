@@ -32,7 +32,7 @@ from holdfast.runtime.logs import plain
 from holdfast.spec.errors import ExitCode, MissingError
 from holdfast.steps.jobs import outcomes_of
 from holdfast.steps.outcomes import Outcome
-from holdfast.telemetry.events import in_words
+from holdfast.telemetry.event_base import in_words
 
 POLL_SECONDS = 2.0
 _NAME = re.compile(rf"{PREFIX}-(?P<key>[0-9a-z]+-[0-9a-z]+)-(?P<number>[1-9][0-9]*)")

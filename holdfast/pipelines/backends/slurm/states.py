@@ -9,7 +9,7 @@ from holdfast.pipelines.backends.interface import CANCELED, FAILED, PENDING, RUN
 from holdfast.pipelines.backends.slurm.client import AT_WORK, ENDING, NEVER_SATISFIED, WAITING, BatchJob
 from holdfast.spec.errors import ExitCode
 from holdfast.steps.outcomes import EXIT_HANDLER, Outcome
-from holdfast.telemetry.events import in_words
+from holdfast.telemetry.event_base import in_words
 
 NOT_KNOWN = "is not known to have begun, and Slurm has forgotten it"
 _IN_WORDS = {

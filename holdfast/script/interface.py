@@ -1,0 +1,135 @@
+"""What a training script calls: restore, step, log, save, export.
+
+The class here is the session of a script outside a managed launch. `session` has that of a managed one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from holdfast.script.seeding import generator, seed_all
+from holdfast.script.tree import StateError
+from holdfast.spec.errors import ExitCode
+
+log = logging.getLogger("holdfast.script")
+
+
+class PreemptionExit(SystemExit):
+    """All ranks saved a checkpoint and exit, because one got a stop request. `except Exception` does not catch it."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(int(ExitCode.PREEMPTED))
+        self.step = step
+
+
+class StopExit(SystemExit):
+    """A verification has reached its last step."""
+
+
+class Session:
+    """The session of this process. This class is that of a script outside a managed launch: it saves nothing."""
+
+    managed = False
+    run_id = ""
+    attempt = 0
+
+    def __init__(self, seed: int | None = None, seed_rank: int | None = None) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        self.epoch = 0  # the script sets it: part of the key of what a fetch draws
+        self.seed = seed or 0
+        self._seeds = seed is not None
+        self._seed_rank = self.rank if seed_rank is None else seed_rank
+        self._step: int | None = None  # steps done; None before `restore`
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """A scratch folder of this rank, which is gone at the end."""
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="holdfast-script-")
+        return Path(self._folder.name)
+
+    def restore(
+        self,
+        *,
+        per_rank: Mapping[str, Any] = {},  # noqa: ARG002
+        steps: int | None = None,  # noqa: ARG002
+        **state: Any,  # noqa: ARG002
+    ) -> int:
+        """Fill the state in place and return the steps done: 0 for a first state, which stays as it is.
+
+        Give modules, optimizers, schedules and other objects by name. `per_rank` has objects whose state belongs to one
+        rank, such as a loader. `steps` is the number of steps of the whole run, if it is known. Collective. Call it
+        once, after `init_process_group`, and before the first step. Raises StateError for an object that a checkpoint
+        cannot hold, and for one that does not fit the checkpoint.
+        """
+        self._step = 0
+        return 0
+
+    def step(self, step: int, /, **metrics: float | Tensor) -> None:
+        """Report that `step` optimizer steps are done, with metrics of the last one.
+
+        Saves when it is due, and seeds the next step. Collective: every rank calls it after every step. Raises
+        StateError for a step that is skipped or repeated, DivergedError for a `loss` that is not finite, and
+        PreemptionExit after a save if a rank got a stop request.
+        """
+        self._count(step)
+        if step % 10 == 0 and self.rank == 0:
+            log.info("step %d  %s", step, "  ".join(f"{name} {float(value):.4g}" for name, value in metrics.items()))
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Seed the beginning of an epoch, such as the base seed of loader workers. What a fetch draws depends on the
+        epoch from here on."""
+        self.epoch = epoch
+        if self._seeds:
+            seed_all(self.seed, "epoch", epoch, self._seed_rank)
+
+    def begin_step(self) -> None:
+        """Seed the current step again, after code that may have drawn. `step` seeds the next step by itself."""
+        if self._seeds and self._step is not None:
+            seed_all(self.seed, "step", self._step, self._seed_rank)
+
+    def log(self, step: int, /, **metrics: float | Tensor) -> None:
+        """Add metrics to the row of a step of the history. Rank 0's are kept."""
+
+    def save(self, step: int) -> None:
+        """Save the state after `step` steps, which must be the current one, although it is not due. Collective."""
+
+    def due(self, step: int) -> bool:  # noqa: ARG002
+        """Whether `session.step(step)` will save. Collective if `checkpoint` counts minutes."""
+        return False
+
+    def should_stop(self) -> bool:
+        """Whether the loop ends now, after a save: the answer is the same on every rank. For loops that stop by a flag.
+        Collective."""
+        return False
+
+    def export(self, what: nn.Module | str | Path | Callable[[Path], object], *, step: int | None = None) -> None:  # noqa: ARG002
+        """Export the result of the run after the last step: a module as safetensors by name, a folder, or what a
+        function writes into a folder. Collective. Raises StateError for an empty folder and for pickled files."""
+        log.info("this is no managed run: nothing is exported")
+
+    def generator(self, stream: str, step: int, device: str | torch.device = "cpu") -> torch.Generator:
+        """A generator for one named stream of random numbers at one step."""
+        return generator(self.seed, stream, step, self._seed_rank, device)
+
+    def _count(self, step: int) -> None:
+        """Count one step. Raises StateError for any number but the next one."""
+        if self._step is None:
+            raise StateError("session.step was called before session.restore: write start = session.restore(model=...)")
+        if step != self._step + 1:
+            raise StateError(
+                f"session.step({step}) follows step {self._step}; the next one is {self._step + 1}. Begin the loop at "
+                "the step that restore returns: start = session.restore(...); for step in range(start, steps): ...; "
+                "session.step(step + 1)"
+            )
+        self._step = step
