@@ -39,14 +39,6 @@ def interface_address() -> str | None:
     return None
 
 
-def route_address(host: str, port: int) -> str:
-    """The address by which this machine reaches a host. Raises OSError."""
-    family, kind, *_, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:  # sends nothing: the kernel reports the address it would use
-        probe.connect(target)
-        return str(probe.getsockname()[0])
-
-
 def listen_as(host: str, port: int) -> socket.socket:
     """A listener at `port` on this machine's address that `host` names to the other nodes.
 

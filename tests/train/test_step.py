@@ -11,7 +11,8 @@ import pytest
 from holdfast.checkpoint import list_attempts
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.components.train import run
-from holdfast.components.train.step import _describe, _pass_on
+from holdfast.components.train.following import _pass_on
+from holdfast.components.train.step import _describe
 from holdfast.launch.interface import GangExit
 from holdfast.spec import ExitCode, run_id
 from holdfast.spec.errors import DataError, MissingError

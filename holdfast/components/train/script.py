@@ -8,8 +8,9 @@ import time
 from holdfast.checkpoint import list_attempts, newest_segments, read_manifest
 from holdfast.checkpoint.attempts import attempt_began
 from holdfast.checkpoint.lineage import newest_step
+from holdfast.components.train.following import recorded_training
 from holdfast.components.train.result import ScriptResult, read_script_result
-from holdfast.components.train.step import STEP, following_events, read_new_events, run_gang
+from holdfast.components.train.step import run_gang
 from holdfast.launch import choose_launcher
 from holdfast.model.verified import ExportRecord
 from holdfast.runtime.environment import log_dir
@@ -17,12 +18,9 @@ from holdfast.script.assignment import ScriptAssignment
 from holdfast.spec import Spec, run_id
 from holdfast.spec.errors import MissingError
 from holdfast.store import Store, layout
-from holdfast.telemetry import emit, read_history, recorded_step
-from holdfast.telemetry.event_log import StoreEvents
+from holdfast.telemetry import emit, read_history
 from holdfast.telemetry.events import WarningIssued
 from holdfast.telemetry.run_metadata import write_run_metadata
-from holdfast.telemetry.serving import show_traces, showing_metrics
-from holdfast.tracking import RunTracker
 
 log = logging.getLogger("holdfast.train")
 
@@ -36,19 +34,10 @@ def train_script(spec: Spec, store: Store, salt: str = "", *, replan: bool = Fal
             log.info("run %s: already trained, step %d", identity, finished.step)
             return finished
         write_run_metadata(store, identity, spec, "", salt)
-        tracker, events = RunTracker.open(spec, identity, "", store), StoreEvents(store, identity)
-        with showing_metrics(spec.telemetry, identity, whole=True) as metrics:
-            traces, before = show_traces(identity), read_new_events(events, metrics)
-            if traces is not None:
-                traces.remember(before)
-            last = max((event.time for event in before), default=0.0)
-            with (
-                following_events(events, tracker, metrics, traces),
-                recorded_step(store, identity, STEP, not_before=last) as ended,
-            ):
-                run_gang(spec, ScriptAssignment.of(spec, identity), store, launcher, replan)
-                result = _finish(spec, identity, store)
-                ended(f"step {result.step}")
+        with recorded_training(spec, identity, "", store) as ended:
+            run_gang(spec, ScriptAssignment.of(spec, identity), store, launcher, replan)
+            result = _finish(spec, identity, store)
+            ended(f"step {result.step}")
         log.info("run %s: trained, step %d", identity, result.step)
         return result
 

@@ -14,8 +14,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
 
@@ -24,6 +22,7 @@ from holdfast.checkpoint.attempts import attempt_began
 from holdfast.checkpoint.lineage import newest_step
 from holdfast.components.train.auto_layout import ran_out_of_memory, recovery_advice, resolve_layout
 from holdfast.components.train.export import export
+from holdfast.components.train.following import STEP, recorded_training
 from holdfast.components.train.result import TrainingResult, read_result
 from holdfast.dataset import Dataset
 from holdfast.engines.assignment import Assignment
@@ -57,25 +56,12 @@ from holdfast.spec.errors import DivergedError, MissingError, PreemptedError, Sp
 from holdfast.spec.plan import Plan, require_plan, settings_of
 from holdfast.store import Store, layout
 from holdfast.telemetry import emit, read_events, read_history, recorded_step
-from holdfast.telemetry.channel import show_in_argo
-from holdfast.telemetry.cost import cost
-from holdfast.telemetry.event_log import StoreEvents
-from holdfast.telemetry.events import Event, LaunchBegan, SaveCommitted
-from holdfast.telemetry.ledger import ledger
+from holdfast.telemetry.events import LaunchBegan
 from holdfast.telemetry.run_metadata import write_run_metadata
-from holdfast.telemetry.serving import show_traces, showing_metrics
-from holdfast.tracking import RunTracker, require_usable
-from holdfast.tracking.tracker import Status
-
-if TYPE_CHECKING:
-    from holdfast.telemetry.metrics import Metrics
-    from holdfast.telemetry.traces import Traces
+from holdfast.tracking import require_usable
 
 log = logging.getLogger("holdfast.train")
 
-STEP = "train"
-FOLLOW_SECONDS = 2.0  # between two reads of the ranks' events
-FAREWELL_SECONDS = 30.0  # to report the end to MLflow
 _TORCHRUN = "torch/distributed/elastic/multiprocessing"  # its lines repeat the exit code of a rank
 
 
@@ -124,29 +110,12 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
             resolved = _try_micro_batches(spec, identity, dataset, store, launcher, replan=replan)
         spec = resolved
         _require_plan(spec, identity, store, replan)
-        tracker = RunTracker.open(spec, identity, dataset_id, store)
-        events = StoreEvents(store, identity)
-        with showing_metrics(spec.telemetry, identity, whole=True) as metrics:
-            traces, before = show_traces(identity), read_new_events(events, metrics)
-            if traces is not None:
-                traces.remember(before)
-            last = max((event.time for event in before), default=0.0)
-            with (
-                following_events(events, tracker, metrics, traces),
-                recorded_step(store, identity, STEP, not_before=last) as ended,
-            ):
-                assignment = Assignment.of(spec, identity, dataset_id, weights)
-                run_gang(
-                    spec,
-                    assignment,
-                    store,
-                    launcher,
-                    replan,
-                    auto=requested.parallel.auto,
-                    vocabulary=dataset.vocabulary,
-                )
-                result = _finish(spec, identity, dataset_id, store)
-                ended(f"loss {result.loss:.4f} at step {result.step}")
+        with recorded_training(spec, identity, dataset_id, store) as ended:
+            assignment = Assignment.of(spec, identity, dataset_id, weights)
+            auto, vocabulary = requested.parallel.auto, dataset.vocabulary
+            run_gang(spec, assignment, store, launcher, replan, auto=auto, vocabulary=vocabulary)
+            result = _finish(spec, identity, dataset_id, store)
+            ended(f"loss {result.loss:.4f} at step {result.step}")
         log.info("run %s: trained, loss %.4f at step %d", identity, result.loss, result.step)
         return result
 
@@ -363,93 +332,3 @@ def _signals(stop: Callable[[], None]) -> Iterator[None]:
             signal.signal(number, handler)
         arrived.put(False)
         thread.join()
-
-
-@contextmanager
-def following_events(
-    events: StoreEvents, tracker: RunTracker, metrics: Metrics | None, traces: Traces | None
-) -> Iterator[None]:
-    """Forward the ranks' events to the log, to Argo and to a trace collector. Copy metrics to MLflow at each
-    checkpoint, and report how the run ended."""
-    finished = threading.Event()
-    status: Status = "FAILED"
-
-    def follow() -> None:
-        _try_to(tracker.begin)  # while the ranks start, so that the import of MLflow takes no cores from a step
-        _try_to(tracker.sync)
-        try:
-            while True:
-                last = finished.wait(FOLLOW_SECONDS)
-                if _pass_on(events, metrics, traces):
-                    _try_to(tracker.sync)
-                if last:
-                    break
-            _try_to(lambda: tracker.finish(status))  # first: a long run has many events, and little time is left
-            _try_to(lambda: tracker.log_figures(_accounts(tracker)))
-        finally:
-            if traces is not None:
-                traces.close()
-
-    thread = threading.Thread(target=follow, name="events-of-ranks", daemon=True)
-    thread.start()
-    try:
-        yield
-        status = "FINISHED"
-    except (PreemptedError, TerminatedError):
-        status = "KILLED"
-        raise
-    finally:
-        finished.set()
-        thread.join(FAREWELL_SECONDS)
-        if thread.is_alive():
-            log.warning("MLflow does not answer; what it misses is safe in the store, and the next step copies it")
-
-
-def _accounts(tracker: RunTracker) -> dict[str, float]:
-    """How the run spent its time, and its cost."""
-    events = read_events(tracker.store, tracker.run_id)
-    account = ledger(events)
-    return account.figures() | cost(tracker.spec, events, account).figures()
-
-
-def read_new_events(events: StoreEvents, metrics: Metrics | None) -> list[Event]:
-    """The new events of a run. The metrics include them from now on."""
-    new = events.new()
-    if metrics is not None:
-        for event in new:
-            _pass_on_to(partial(metrics.take, event))
-        _pass_on_to(metrics.look)
-    return new
-
-
-def _pass_on(events: StoreEvents, metrics: Metrics | None, traces: Traces | None) -> bool:
-    """Forward the ranks' new events to the log, Argo and traces. Returns whether a checkpoint is among them."""
-    try:
-        new = read_new_events(events, metrics)
-    except HoldfastError as error:  # the next call reads them
-        log.debug("the events of the ranks cannot be read: %s", error)
-        return False
-    for event in new:
-        if event.source != STEP and not event.silent:
-            log.log(logging.WARNING if event.is_news else logging.INFO, "%s", event.text)
-            _pass_on_to(partial(show_in_argo, event))
-        if traces is not None:
-            _pass_on_to(partial(traces.take, event, steps=False))
-    return any(isinstance(event, SaveCommitted) for event in new)
-
-
-def _pass_on_to(listener: Callable[[], object]) -> None:
-    """Call a listener. Its failure is logged. It stops neither the thread that follows the events nor other
-    listeners."""
-    try:
-        listener()
-    except Exception as error:  # noqa: BLE001 - logged, and the store has the truth
-        log.warning("the ranks' events are not passed on: %s: %s", type(error).__name__, error)
-
-
-def _try_to(mirror: Callable[[], object]) -> None:
-    """Call a mirror. Its failure is logged and does not change how a run ends."""
-    try:
-        mirror()
-    except Exception as error:  # noqa: BLE001 - logged, and the store has the truth
-        log.warning("metrics are not copied to MLflow: %s", error)
