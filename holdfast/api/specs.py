@@ -54,6 +54,13 @@ def identify(spec: Spec, salt: str = "") -> LocalRun:
     return identified(spec, salt=salt)
 
 
+def missing_sources(spec: Spec) -> list[str]:
+    """A sentence about each source of a spec that names no file on this machine. Lists folders, and reads no file."""
+    from holdfast.corpus.sources import missing_sources as missing
+
+    return missing(spec.data)
+
+
 def target_of(name: str) -> Target:
     """The target `name`. Raises UsageError, which lists the targets."""
     try:

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from holdfast.corpus.chat import ChatEncoder
 from holdfast.corpus.duplicates import FirstOccurrences, first_occurrences
 from holdfast.corpus.encode import Encoder, load_tokenizer
-from holdfast.corpus.records import FILTERS, excerpt, place
+from holdfast.corpus.record_types import FILTERS, excerpt
+from holdfast.corpus.records import place
 from holdfast.corpus.shard_plan import ShardPlan
 from holdfast.corpus.units import Job, Part, Piece, read_index, read_part, tokenise
 from holdfast.dataset.manifest import DtypeName, Example, Shard, Source, Split, SplitName

@@ -27,7 +27,7 @@ from holdfast.store.payload import check_key
 
 # File names: formats that are read, and data that must not be trained on as text.
 
-Format = Literal["text", "jsonl", "parquet", "other"]  # other: data without a supported format
+Format = Literal["text", "jsonl", "parquet", "json", "csv", "arrow", "other"]  # other: data without a supported format
 Compression = Literal["", "gz", "zst"]
 
 NOT_TEXT = "not_text"  # the reason that counts such files
@@ -36,8 +36,8 @@ LFS_ADVICE = "is a pointer of Git LFS and not the file; run `git lfs pull`"
 # Extensions of data that is no text, by the remedy.
 NOT_READ = {
     "table": (
-        "arrow arrows avro csv dbf dta feather h5 hdf hdf5 ipc mat mdb msgpack npy npz ods orc parq pq psv "
-        "rdata rds sas7bdat sav sqlite sqlite3 tfrecord tfrecords tsv xls xlsb xlsm xlsx db lmdb mdx idx bin "
+        "avro dbf dta h5 hdf hdf5 mat mdb msgpack npy npz ods orc parq pq psv "
+        "rdata rds sas7bdat sav sqlite sqlite3 tfrecord tfrecords xls xlsb xlsm xlsx db lmdb mdx idx bin "
         "pkl pickle joblib"
     ),
     "archive": (
@@ -56,7 +56,17 @@ NOT_READ = {
 _KINDS = {name: kind for kind, names in NOT_READ.items() for name in names.split()}
 
 
-def suffixes(name: str, wanted: Literal["auto", "text", "jsonl", "parquet"]) -> tuple[Format, Compression]:
+FORMATS: dict[Format, tuple[str, ...]] = {
+    "jsonl": (".jsonl", ".ndjson", ".jsonlines"),
+    "json": (".json",),
+    "csv": (".csv", ".tsv"),
+    "parquet": (".parquet",),
+    "arrow": (".arrow", ".arrows", ".feather", ".ipc"),
+}
+_FORMAT_OF = {suffix: format_ for format_, names in FORMATS.items() for suffix in names}
+
+
+def suffixes(name: str, wanted: Format | Literal["auto"]) -> tuple[Format, Compression]:
     """The format and the compression of a file, from its name."""
     path = PurePath(name.lower())
     compression: Compression = ""
@@ -65,20 +75,14 @@ def suffixes(name: str, wanted: Literal["auto", "text", "jsonl", "parquet"]) -> 
         path = path.with_suffix("")
     if wanted != "auto":
         return wanted, compression
-    if path.suffix in (".jsonl", ".ndjson", ".jsonlines"):
-        return "jsonl", compression
-    if path.suffix == ".parquet":
-        return "parquet", compression
-    return ("other" if path.suffix == ".json" or _kind(path.suffix) else "text"), compression
+    return _FORMAT_OF.get(path.suffix, "other" if _kind(path.suffix) else "text"), compression
 
 
 def advice(name: str) -> str:
     """The advice for a file of the format `other`."""
     path = PurePath(name.lower())
     suffix = path.with_suffix("").suffix if path.suffix in (".gz", ".zst") else path.suffix
-    if suffix == ".json":
-        remedy = "set the source's `format` to jsonl if each line is a record, or to text if each file is a document"
-    elif suffix in (".parq", ".pq"):
+    if suffix in (".parq", ".pq"):
         remedy = "set the source's `format` to parquet"
     else:
         remedy = {

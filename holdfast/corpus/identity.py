@@ -10,6 +10,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from holdfast.corpus.field_maps import dump_map
 from holdfast.corpus.sources import ResolvedSource, resolve
 from holdfast.spec import Spec, digest
 from holdfast.spec.data import Data
@@ -49,6 +50,8 @@ def identity_of(spec: Spec, sources: Sequence[ResolvedSource]) -> str:
         }
         if resolved.source.reader is not None:
             source["reader"] = function_identity(f"data.sources.{number}.reader", resolved.source.reader)
+        if fields := dump_map(resolved.source.fields):
+            source["fields"] = fields
         content.append(source)
     return digest({"version": PREPROCESS_VERSION, "settings": settings, "sources": content})
 

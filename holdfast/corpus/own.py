@@ -16,7 +16,7 @@ from typing import Any
 from holdfast.code.load import describe
 from holdfast.code.resolve import bind, enter_code, entered_folder
 from holdfast.corpus.files import SourceFile, opened
-from holdfast.corpus.records import Flaw, Record, excerpt
+from holdfast.corpus.record_types import Flaw, Record, excerpt
 from holdfast.spec.data import Cleaning, Data
 from holdfast.spec.errors import DataError, HoldfastError, UserCodeError
 from holdfast.spec.functions import Function

@@ -50,7 +50,7 @@ class _WithoutData(io.RawIOBase):
 
 
 class ColumnChunks:
-    """The metadata of a column's chunks.
+    """The metadata of a column's chunks; of a nested column, those of all its leaves.
 
     `RowGroupMetaData.column` of pyarrow 25 ends the process if they are damaged, and a reader of the rows raises an
     error. So this first begins to read rows, from a file without data.
@@ -60,14 +60,15 @@ class ColumnChunks:
         """`table` is the ParquetFile of `stream`."""
         import pyarrow.parquet as pq
 
-        self._metadata, self._name = table.metadata, name
+        self._metadata, self.name = table.metadata, name
         self._reader = pq.ParquetFile(_WithoutData(stream.seek(0, io.SEEK_END)), metadata=table.metadata)
-        self._indexes = [at for at in range(len(table.schema)) if table.schema.column(at).path == name]
+        paths = [table.schema.column(at).path for at in range(len(table.schema))]
+        self._indexes = [at for at, path in enumerate(paths) if path == name or path.startswith(f"{name}.")]
 
     def of_group(self, group: int) -> list[Any]:
         """pyarrow's metadata of the column in a row group. Raises an error of pyarrow's if they are damaged."""
         with suppress(_MetadataReadError):
-            columns = [self._name]
+            columns = [self.name]
             next(self._reader.iter_batches(batch_size=1, row_groups=[group], columns=columns, use_threads=False), None)
         return [self._metadata.row_group(group).column(index) for index in self._indexes]
 

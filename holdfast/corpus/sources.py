@@ -20,7 +20,16 @@ from urllib.parse import urlsplit
 
 from blake3 import blake3
 
-from holdfast.corpus.files import SourceFile, advice, bucket_store, digest_of, dvc_filesystem, local_stamp, suffixes
+from holdfast.corpus.files import (
+    Format,
+    SourceFile,
+    advice,
+    bucket_store,
+    digest_of,
+    dvc_filesystem,
+    local_stamp,
+    suffixes,
+)
 from holdfast.corpus.listing import MAGIC, Listing, list_files
 from holdfast.dataset.manifest import LeftOut, Lineage
 from holdfast.spec.data import Data, Source
@@ -49,6 +58,19 @@ def resolve(data: Data) -> list[ResolvedSource]:
         for file in (file for source in resolved for file in source.files if file.format == "other"):
             raise DataError(f"{file.name}: {advice(file.path)}, or set data.cleaning.on_bad_record: skip")
     return resolved
+
+
+def missing_sources(data: Data) -> list[str]:
+    """A sentence about each source that names no file on this machine. Buckets and repositories are not asked."""
+    problems = []
+    for index, source in enumerate(data.sources):
+        if "://" in source.uri.removeprefix("file://") or source.uri.startswith(("dvc:", "python:")):
+            continue
+        try:
+            list_files(source.uri, Path(), f"data.sources.{index}.uri")
+        except (MissingError, AccessDeniedError, DataError) as error:
+            problems.append(str(error))
+    return problems
 
 
 def _resolve(source: Source, field: str) -> ResolvedSource:
@@ -110,7 +132,7 @@ def _stdlib(field: str) -> list[tuple[str, Path]]:
     return files
 
 
-def _format(source: Source) -> Literal["auto", "text", "jsonl", "parquet"]:
+def _format(source: Source) -> Format | Literal["auto"]:
     """The format of a source's files. A reader of user code gets whole files, of any name."""
     return "text" if source.reader is not None else source.format
 

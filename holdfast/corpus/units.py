@@ -22,10 +22,13 @@ from numpy.typing import NDArray
 
 from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError
 from holdfast.corpus.encode import Encoder, LossyError
+from holdfast.corpus.field_maps import dump_map
 from holdfast.corpus.files import CorruptFileError, SourceFile, here
 from holdfast.corpus.own import NO_FUNCTIONS, OwnFunctions, cleaning_settings, reader_identity
-from holdfast.corpus.records import FILTERS, Flaw, Kind, Range, before, excerpt, place, records, row_groups
+from holdfast.corpus.record_types import FILTERS, Flaw, Kind, Reading, excerpt
+from holdfast.corpus.records import Range, before, place, records
 from holdfast.corpus.sources import ResolvedSource
+from holdfast.corpus.tables import row_groups
 from holdfast.dataset.manifest import DtypeName
 from holdfast.dataset.shards import DTYPES, Tokens
 from holdfast.spec.data import Cleaning
@@ -131,6 +134,7 @@ class Piece:
     range: Range | None = None
     kind: Kind = "text"  # of its records
     reader: str = ""  # the identity of the source's reader, if user code reads it
+    fields: str = ""  # the source's field map, as JSON
 
     @property
     def bytes(self) -> int:
@@ -138,6 +142,10 @@ class Piece:
         if self.range is not None and self.files[0].format == "jsonl":
             return self.range[1] - self.range[0]
         return sum(file.size for file in self.files)
+
+    def reading(self, max_characters: int) -> Reading:
+        """What is taken from its records."""
+        return Reading(max_characters, self.text_field, self.kind, self.fields)
 
     def here(self) -> Piece:
         """The piece with its files on this machine. Raises MissingError or DataError if they are missing or differ."""
@@ -149,6 +157,8 @@ class Piece:
         decisive = [UNIT_VERSION, content, self.kind, self.text_field, self.range, settings]
         if self.reader:
             decisive.append(self.reader)
+        if self.fields:
+            decisive.append({"fields": self.fields})
         text = json.dumps(decisive, sort_keys=True)
         return blake3(text.encode()).hexdigest()[:32]
 
@@ -260,7 +270,7 @@ class Job:
 def plan(sources: Sequence[ResolvedSource], kind: Kind = "text") -> list[Piece]:
     """Divide the sources into pieces, in the order of their documents. The same files always give the same pieces."""
     return [
-        replace(piece, kind=kind, reader=reader_identity(source.source.reader))
+        replace(piece, kind=kind, reader=reader_identity(source.source.reader), fields=dump_map(source.source.fields))
         for number, source in enumerate(sources)
         for piece in _plan(number, source)
     ]
@@ -315,7 +325,7 @@ def documents(
         if piece.reader:
             found = own.read(piece.source, file, piece.reader)
         else:
-            found = records(file, piece.text_field, cleaning.max_characters, piece.range, piece.kind)
+            found = records(file, piece.reading(cleaning.max_characters), piece.range)
         for at, record in found:
             cleaned = clean(record, cleaning, piece.kind) if isinstance(record, str) else record
             if isinstance(cleaned, str):

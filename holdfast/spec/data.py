@@ -2,12 +2,46 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, model_validator
 
 from holdfast.spec.functions import Function
 from holdfast.spec.section import Section, runtime_field
+
+
+def _also_text(schema: dict[str, Any]) -> None:
+    """Let editors accept the short form."""
+    schema["type"] = ["object", "string"]
+
+
+class FieldMap(Section):
+    """The keys (columns) of records in another layout: the name of a preset, or a mapping."""
+
+    model_config = ConfigDict(json_schema_extra=_also_text)
+
+    preset: Literal["alpaca", "sharegpt", "prompt_completion"] | None = Field(
+        None,
+        description="`alpaca`: instruction, input, output. `sharegpt`: conversations of {from, value}. "
+        "`prompt_completion`: prompt, completion. The other fields replace single keys of it.",
+    )
+    messages: str | None = Field(None, description="The key of the list of messages.")
+    role: str | None = Field(None, description="The key of a message's role.")
+    content: str | None = Field(None, description="The key of a message's text.")
+    roles: dict[str, str] = Field({}, max_length=64, description="Names of roles, by their names in the records.")
+    system: str | None = Field(None, description="The key of a system prompt, which becomes the first message.")
+    prompt: str | None = Field(None, description="The key of the prompt: a text or a list of messages.")
+    input: str | None = Field(None, description="The key of a text that follows the prompt in a new line.")
+    completion: str | None = Field(None, description="The key of the answer: a text or a list of messages.")
+    chosen: str | None = Field(None, description="The key of the better answer (kind: preferences).")
+    rejected: str | None = Field(None, description="The key of the worse answer (kind: preferences).")
+    label: str | None = Field(None, description="The key of the label: true, false, 1 or 0 (kind: unpaired).")
+    tools: str | None = Field(None, description="The key of the tools that the chat template gets.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_text(cls, value: object) -> object:
+        return {"preset": value} if isinstance(value, str) else value
 
 
 class Source(Section):
@@ -18,10 +52,10 @@ class Source(Section):
         description="Where the text is: a path or glob, `s3://bucket/prefix-or-glob`, `dvc:path` (a path that DVC "
         "tracks), or `python:stdlib` (the source of the Python standard library).",
     )
-    format: Literal["auto", "text", "jsonl", "parquet"] = Field(
+    format: Literal["auto", "text", "jsonl", "parquet", "json", "csv", "arrow"] = Field(
         "auto",
-        description="Format of the files. `auto` uses the suffix, without .gz or .zst: .jsonl, .parquet, or else one "
-        "text document per file. It refuses suffixes of data that is not text (.json, .csv, .zip).",
+        description="Format of the files. `auto` uses the suffix, without .gz or .zst: .jsonl, .json, .csv, .tsv, "
+        ".parquet, .arrow, or else one text document per file. It refuses suffixes of data that is not text.",
     )
     reader: Function | None = Field(
         None,
@@ -29,6 +63,11 @@ class Source(Section):
         "yields texts.",
     )
     text_field: str = Field("text", description="The key (jsonl) or column (parquet) that holds a document's text.")
+    fields: FieldMap | None = Field(
+        None,
+        description="The keys of conversations, pairs or answers in another layout: `alpaca`, `sharegpt`, "
+        "`prompt_completion`, or a mapping. Default: the layout of `data.kind`.",
+    )
     weight: float | None = Field(
         None,
         gt=0,

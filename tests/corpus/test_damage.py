@@ -168,8 +168,7 @@ def test_a_zstd_file_with_a_long_window_is_read_or_the_window_is_reported(
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("train.json", "`format` to jsonl"),
-        ("a.csv", "convert it to .jsonl"),
+        ("train.npy", "convert it to .jsonl"),
         ("a.tar.gz", "unpack it"),
         ("a.ZIP", "unpack it"),
         ("a.pdf", "extract its text"),

@@ -50,7 +50,7 @@ def test_the_key_of_a_unit_follows_every_field_of_its_job_and_its_piece() -> Non
     assert {field.name for field in fields(Job)} == others.keys() | excluded
     assert PIECE.key(replace(JOB, template_name="other").settings) == PIECE.key(JOB.settings)
     keys = [PIECE.key(replace(JOB, **{name: value}).settings) for name, value in others.items()]
-    parts: dict[str, Any] = {"text_field": "more", "range": (0, 4), "kind": "chat", "reader": "other"}
+    parts: dict[str, Any] = {"text_field": "more", "range": (0, 4), "kind": "chat", "reader": "other", "fields": "{}"}
     parts["files"] = (replace(PIECE.files[0], digest="other"),)
     file: dict[str, Any] = {"digest": "other", "format": "text", "compression": "gzip"}
     places: dict[str, Any] = {"name": "b", "kind": "s3", "root": "b", "path": "b", "size": 6, "stamp": "2"}

@@ -13,6 +13,7 @@ import pytest
 
 from holdfast.corpus.files import SourceFile, digest_of, local_stamp
 from holdfast.corpus.parquet_pages import largest_page
+from holdfast.corpus.record_types import Reading
 from holdfast.corpus.records import records
 
 MIB = 2**20
@@ -29,10 +30,11 @@ READ = """
 import resource, sys
 from pathlib import Path
 from tests.corpus.test_parquet_pages import source
-from holdfast.corpus.records import Flaw, records
+from holdfast.corpus.record_types import Flaw, Reading
+from holdfast.corpus.records import records
 file = source(Path(sys.argv[1]))
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-found = [(at, one.reason if isinstance(one, Flaw) else one and len(one)) for at, one in records(file, "text", 1000)]
+found = [(at, one.reason if isinstance(one, Flaw) else one and len(one)) for at, one in records(file, Reading(1000))]
 print(len(found), found[-1], (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
 """
 
@@ -60,7 +62,7 @@ def test_an_oversized_page_is_reported_with_its_row_group(tmp_path: Path) -> Non
     path = tmp_path / "bomb.parquet"
     texts = ["fine", "also fine", "x" * (140 * MIB)]
     pq.write_table(pa.table({"text": texts}), path, row_group_size=2, compression="zstd", write_statistics=False)
-    rows = list(records(source(path), "text", 1000))
+    rows = list(records(source(path), Reading(1000)))
     assert [text for _, text in rows[:2]] == texts[:2]
     assert rows[-1][1].detail.startswith("row group 1 has a page of 146,800,6")  # type: ignore[union-attr]
     assert "smaller pages or row groups" in rows[-1][1].detail  # type: ignore[union-attr]
@@ -83,7 +85,7 @@ def test_the_sizes_of_all_pages_are_found(version: str, dictionary: bool, statis
         sizes = [largest_page(stream, metadata.row_group(group).column(0)) for group in range(3)]
     assert 50_000 < sizes[1] < metadata.row_group(1).column(0).total_uncompressed_size
     assert max(sizes[0], sizes[2]) < 200_000
-    assert [text for _, text in records(source(path), "text", 10**6)] == texts
+    assert [text for _, text in records(source(path), Reading(10**6))] == texts
 
 
 def test_damaged_headers_are_refused_as_damage(tmp_path: Path) -> None:
@@ -94,6 +96,6 @@ def test_damaged_headers_are_refused_as_damage(tmp_path: Path) -> None:
     for at in range(4, 40):
         for value in (0, 0xFF, raw[at] ^ 0x55):
             path.write_bytes(raw[:at] + bytes([value]) + raw[at + 1 :])
-            for _, record in records(source(path), "text", 10**6):
+            for _, record in records(source(path), Reading(10**6)):
                 kinds.add(type(record).__name__)
     assert kinds == {"str", "Flaw", "NoneType"}

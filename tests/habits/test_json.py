@@ -17,7 +17,7 @@ ELSEWHERE = {
     "holdfast/corpus/units.py": "records of a corpus",
     "holdfast/corpus/encode.py": "a tokenizer that was made here",
     "holdfast/corpus/prepare.py": "a template that was made here",
-    "holdfast/corpus/records.py": "records of a corpus",
+    "holdfast/corpus/record_types.py": "records of a corpus",
     "holdfast/corpus/tokenizer.py": "a tokenizer, with its own words for what is none",
     "holdfast/rendering/chat.py": "records of a corpus, in a child process with limits",
     "holdfast/rendering/process.py": "an answer of the child process of this one",

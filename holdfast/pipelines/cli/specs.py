@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.api.planning import candidates_of, micro_batch_trial
-from holdfast.api.specs import identify
+from holdfast.api.specs import identify, missing_sources
 from holdfast.api.specs import schema as schema_of_specs
 from holdfast.pipelines.cli.options import AsJson, Overrides, Salt, SpecFile, out, print_json
 from holdfast.spec.errors import DataError, MissingError, UsageError
@@ -34,7 +34,8 @@ def validate(
 ) -> None:
     """Check a spec, and print every problem with file and line.
 
-    Reads no data, and starts nothing. Of a spec with `model.from` it reads that model's config.json and tokenizer, and
+    Reads no data, and starts nothing. A source that matches no file here is a warning.
+    Of a spec with `model.from` it reads that model's config.json and tokenizer, and
     prints the fields that they fill in. The first line of a spec can name the schema for your editor:
     # yaml-language-server: $schema=spec.schema.json
 
@@ -56,6 +57,7 @@ def validate(
     if ids:
         local_run = identify(checked_spec, salt)
         identities = {"dataset_id": local_run.dataset_id, "run_id": local_run.run_id}
+    warnings = missing_sources(checked_spec)
     script, candidates = checked_spec.train.script, candidates_of(checked_spec)
     if as_json:
         summary = {
@@ -64,11 +66,14 @@ def validate(
             "processes": checked_spec.world_size,
         }
         trial = {"micro_batch": {"auto": True, "candidates": candidates}} if candidates else {}
-        print_json({**summary, **identities, **({"filled": filled} if filled else {}), **trial})
+        notes = {"warnings": warnings} if warnings else {}
+        print_json({**summary, **identities, **({"filled": filled} if filled else {}), **trial, **notes})
         return
     length = f"{checked_spec.training.steps} steps" if script is None else f"script {script}"
     processes = "one process" if checked_spec.world_size == 1 else f"{checked_spec.world_size} processes"
     out(f"{path}: valid ({checked_spec.name}, {length}, {processes})")
+    for warning in warnings:
+        out(f"warning: {warning}")
     if candidates:
         out(micro_batch_trial(candidates))
     if filled:

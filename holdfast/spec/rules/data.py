@@ -24,7 +24,7 @@ def check_text_field(spec: Spec) -> Iterator[Problem]:
                 f"data.sources.{index}.text_field",
                 source.text_field,
                 "is not used by format: text",
-                "remove it, or use format: jsonl or parquet",
+                "remove it, or use a format with fields, such as jsonl or parquet",
             )
 
 
@@ -63,6 +63,10 @@ def check_chat(spec: Spec) -> Iterator[Problem]:
     """Conversations have a template, a tokenizer with its tokens, and masks between them."""
     data = spec.data
     if data.kind == "text":
+        for index, source in enumerate(data.sources):
+            if source.fields is not None:
+                remedy = "remove it, and name the key of the text in text_field"
+                yield Problem(f"data.sources.{index}.fields", "a map", "is not used by data.kind: text", remedy)
         if data.chat.template is not None:
             yield Problem(
                 "data.chat.template",
@@ -86,7 +90,7 @@ def check_chat(spec: Spec) -> Iterator[Problem]:
             "data.document_masks", False, "lets an answer attend to conversations that are packed before it", "use true"
         )
     for index, source in enumerate(data.sources):
-        if source.format not in ("auto", "jsonl"):
+        if source.format == "text":
             yield Problem(
                 f"data.sources.{index}.format", source.format, "holds no conversations", f"use jsonl with {keys}"
             )

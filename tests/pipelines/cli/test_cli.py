@@ -132,6 +132,12 @@ def test_compile_shows_the_deepspeed_configuration(tmp_path: Path) -> None:
             assert "use zero1, zero2 or zero3" in result.stderr
 
 
+def test_validate_warns_of_a_source_that_matches_nothing(tmp_path: Path) -> None:
+    result = holdfast(tmp_path, "validate", QUICKSTART, "--set", "data.sources.0.uri=missing/*.txt")
+    assert result.exit_code == 0
+    assert "warning: data.sources.0.uri: 'missing/*.txt' matches no file" in " ".join(result.stdout.split())
+
+
 def test_validate_accepts_a_valid_spec(tmp_path: Path) -> None:
     result = holdfast(tmp_path, "validate", QUICKSTART, "--set", "training.steps=50")
     assert (result.returncode, result.stderr) == (0, "")

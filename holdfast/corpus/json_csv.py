@@ -1,0 +1,162 @@
+"""Records of `.json` and `.csv` files, as a stream in bounded memory.
+
+A `.json` file is an array of records, or records one after another (also one a line). A `.csv` file has a header.
+"""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import json
+import re
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import BinaryIO
+
+from holdfast.corpus.files import CorruptFileError
+from holdfast.corpus.record_types import Flaw, Reading, Record, document_of, text_of, undecodable
+
+READ_CHARACTERS = 2**20
+BLANK = re.compile(r"[ \t\n\r]*")
+
+
+def json_records(stream: BinaryIO, reading: Reading) -> Iterator[tuple[int, Record]]:
+    """The documents of a .json file with their numbers from 1. What follows damage is not read."""
+    text, decode = _Text(stream), json.JSONDecoder().raw_decode
+    number = 0
+    try:
+        is_array = text.begins("[")
+        while text.more():
+            if is_array and text.begins("]"):
+                return
+            number += 1
+            size, value, problem = READ_CHARACTERS // 64, None, None
+            while True:
+                size = text.fill(2 * size)
+                try:
+                    value, end = decode(text.buffer, text.at)
+                    if end < len(text.buffer) or text.ended:  # else a number may go on
+                        break
+                except (ValueError, RecursionError) as error:
+                    problem = error
+                    if text.ended or isinstance(error, RecursionError):
+                        yield number, Flaw("not_json", f"is not JSON ({error}); what follows it is not read")
+                        return
+                if size > reading.line_limit:
+                    detail = f"is a record of more than {reading.line_limit:,} bytes, or not JSON ({problem})"
+                    yield number, Flaw("too_large", f"{detail}; what follows it is not read")
+                    return
+            text.at = end
+            yield number, document_of(value, reading, mapped=True)
+            if is_array and not text.begins(","):
+                if not text.begins("]"):
+                    yield number + 1, Flaw("not_json", "follows a record without a comma; the rest is not read")
+                return
+        if is_array:
+            yield number + 1, Flaw("not_json", "is missing: the array has no end")
+    except UnicodeDecodeError as error:
+        yield number + 1, Flaw("undecodable", undecodable(error))
+
+
+class _Text:
+    """Decoded text of a stream. What follows is in `buffer` from `at`."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+        self.buffer, self.at, self.ended = "", 0, False
+
+    def fill(self, size: int) -> int:
+        """Read until `size` characters follow, or to the end. Returns how many follow, or `size` if that is more."""
+        length = len(self.buffer) - self.at
+        if length < size and not self.ended:
+            parts, self.at = [self.buffer[self.at :]], 0
+            while length < size and not self.ended:
+                raw = self._stream.read(READ_CHARACTERS)
+                parts.append(self._decode(raw, final=not raw))
+                length += len(parts[-1])
+                self.ended = not raw
+            self.buffer = "".join(parts)
+        return max(size, length)
+
+    def more(self) -> bool:
+        """Skip blanks. Whether anything follows."""
+        while True:
+            match = BLANK.match(self.buffer, self.at)
+            self.at = match.end() if match else self.at
+            if self.at < len(self.buffer) or self.ended:
+                return self.at < len(self.buffer)
+            self.fill(READ_CHARACTERS)
+
+    def begins(self, character: str) -> bool:
+        """Skip blanks, and the character if it follows. Whether it did."""
+        found = self.more() and self.buffer[self.at] == character
+        self.at += found
+        return found
+
+
+def csv_records(stream: BinaryIO, name: str, reading: Reading) -> Iterator[tuple[int, Record]]:
+    """The documents of a .csv file, or a .tsv file by its `name`, with their rows from 1, without the header."""
+    lines = _Lines(stream, reading.line_limit)
+    csv.field_size_limit(reading.line_limit)
+    rows = csv.reader(lines, delimiter="\t" if ".tsv" in PurePath(name).suffixes else ",", strict=True)
+    columns: list[str] = []
+    row = 0
+    try:
+        for values in rows:
+            lines.size = 0
+            if not columns:
+                columns = values
+                _require_columns(columns, reading)
+                continue
+            row += 1
+            if not values:
+                yield row, None
+            elif len(values) != len(columns):
+                yield row, Flaw("no_text", f"has {len(values)} values, and the header has {len(columns)}")
+            else:
+                yield row, _document(dict(zip(columns, values, strict=True)), reading)
+    except csv.Error as error:
+        raise CorruptFileError(f"is not CSV after row {row} ({error}); what follows is not read") from None
+
+
+def _document(record: dict[str, str], reading: Reading) -> Record:
+    for value in record.values():
+        if isinstance(text_of(value, reading.text_field), Flaw):
+            return Flaw("undecodable", "is not UTF-8; convert it to UTF-8")
+    return document_of(record, reading, mapped=True)
+
+
+def _require_columns(columns: list[str], reading: Reading) -> None:
+    if not reading.columns(columns):
+        wanted = f"text_field: {reading.text_field}" if reading.kind == "text" else ", ".join(reading.map.columns)
+        raise CorruptFileError(
+            f"has none of the columns of the spec ({wanted}); its first row has: {', '.join(columns[:20])}", "no_text"
+        )
+
+
+class _Lines:
+    """Lines of a stream, as an iterator, with a limit for the lines of one row."""
+
+    def __init__(self, stream: BinaryIO, limit: int) -> None:
+        self._stream, self._limit = stream, limit
+        self._first = True
+        self.size = 0  # bytes of the row
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        raw = self._stream.readline(self._limit + 1)
+        if not raw:
+            raise StopIteration
+        self.size += len(raw)
+        if self.size > self._limit:
+            raise CorruptFileError(
+                f"has a row of more than {self._limit:,} bytes, or a quote without an end; the rest is not read",
+                "too_large",
+            )
+        text = raw.decode("utf-8", errors="surrogateescape")
+        if self._first:
+            self._first, text = False, text.removeprefix("\ufeff")
+        return text
