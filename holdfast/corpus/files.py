@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal, cast, overload
 
 from blake3 import blake3
 
-from holdfast.model.hub import hub_file, is_hub
+from holdfast.model.hub import dataset_file, hub_file, is_hub
 from holdfast.spec.errors import AccessDeniedError, DataError, HoldfastError, MissingError
 from holdfast.store import Store, open_store
 from holdfast.store.json_reading import read_bounded, read_file_bounded
@@ -120,12 +120,12 @@ class SourceFile:
     """One file. `digest` identifies its content. `stamp` changes if it is written again."""
 
     name: str  # for people
-    kind: Literal["local", "s3", "dvc"]
-    root: str  # s3: the bucket's URL; dvc: the repository; local: nothing
-    path: str  # local: the path; s3: the key; dvc: the path in the repository
+    kind: Literal["local", "s3", "dvc", "hub"]
+    root: str  # s3: the bucket's URL; dvc, hub: the repository; local: nothing
+    path: str  # local: the path; s3: the key; dvc, hub: the path in the repository
     digest: str
     size: int  # bytes
-    stamp: str  # local: modification time; s3: the ETag; dvc: the commit
+    stamp: str  # local: modification time; s3: the ETag; dvc, hub: the commit
     format: Format
     compression: Compression
 
@@ -313,6 +313,9 @@ def _raw(file: SourceFile) -> Iterator[BinaryIO]:
             yield stream
     elif file.kind == "s3":
         yield io.BufferedReader(StoreStream(bucket_store(file.root), file.path, file.size), READ_BYTES)
+    elif file.kind == "hub":
+        with dataset_file(file.root, file.stamp, file.path).open("rb") as stream:
+            yield stream
     else:
         with _dvc_at_commit(file.root, file.stamp).open(file.path, "rb") as stream:
             yield stream

@@ -1,7 +1,7 @@
 """Sources of a spec: their files, each with a digest of its content, and their lineage.
 
 Local bytes are hashed (blake3, in parallel threads). S3 objects are identified by their ETag and DVC files by the hash
-that DVC tracks, so neither is downloaded to identify a dataset. `records` reads the content of files.
+that DVC or the Hub tracks, so none is downloaded to identify a dataset. `records` reads the content of files.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from holdfast.corpus.files import (
     local_stamp,
     suffixes,
 )
+from holdfast.corpus.hub_dataset import DATASETS, hub_dataset
 from holdfast.corpus.listing import MAGIC, Listing, list_files
 from holdfast.dataset.manifest import LeftOut, Lineage
+from holdfast.model.hub import SCHEME
 from holdfast.spec.data import Data, Source
 from holdfast.spec.errors import AccessDeniedError, DataError, MissingError
 from holdfast.store.payload import check_key, check_prefix
@@ -78,6 +80,11 @@ def _resolve(source: Source, field: str) -> ResolvedSource:
         files, lineage = _s3(source, field), _Origin("s3")
     elif source.uri.startswith("dvc:"):
         files, lineage = _dvc(source, field)
+    elif source.uri.startswith(DATASETS):
+        found = hub_dataset(source, field, _format(source))
+        files, lineage = found.files, _Origin("hub", found.repository, found.commit, left_out=found.left_out)
+    elif source.uri.startswith(SCHEME):
+        raise DataError(f"{field}: {source.uri!r} is no dataset; write {DATASETS}owner/name[@revision][/path-or-glob]")
     elif source.uri == "python:stdlib":
         files, lineage = _local(_stdlib(field), source), _Origin("python", revision=platform.python_version())
     elif source.uri.startswith("python:"):

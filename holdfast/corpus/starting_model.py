@@ -31,7 +31,7 @@ from holdfast.spec.model import Model
 log = logging.getLogger("holdfast.corpus")
 
 _NAME = f"model.{FROM}"
-_LAYOUT = "name a folder in the Hugging Face layout, s3://bucket/folder or hf://owner/name[@revision]"
+_LAYOUT = "name a folder in the Hugging Face layout, s3://bucket/folder or hf://owner/name[@revision][/folder]"
 
 
 def fill_from_model(tree: dict[str, Any]) -> list[Problem]:
@@ -96,9 +96,8 @@ def _pinned(source: str) -> str:
     if not is_hub(source):
         return source.rstrip("/") or source
     place = parse_place(source.rstrip("/"))
-    if place.path:
-        raise DataError(f"{_NAME}: {source} is a folder of a repository; {_LAYOUT}")
-    return f"hf://{place.repository}@{hub_commit(source.rstrip('/'))}"
+    inside = f"/{place.path}" if place.path else ""
+    return f"hf://{place.repository}@{hub_commit(source.rstrip('/'))}{inside}"
 
 
 def _fill_model(

@@ -62,12 +62,12 @@ class LeftOut(Entry):
 class Lineage(Entry):
     """The origin of a source's bytes."""
 
-    kind: Literal["files", "s3", "dvc", "python"]
+    kind: Literal["files", "s3", "dvc", "python", "hub"]
     files: Count
     bytes: Count  # as stored in the source, before decompression
     digest: Digest  # over the names, sizes and content digests of the files, in order
-    repository: str | None = None  # dvc: the Git repository
-    revision: str | None = None  # dvc: the commit; python: the version of the interpreter
+    repository: str | None = None  # dvc: the Git repository; hub: owner/name
+    revision: str | None = None  # dvc, hub: the commit; python: the version of the interpreter
     hash: str | None = None  # dvc: the hash of the path that DVC tracks
     left_out: dict[str, LeftOut] = Field(default_factory=dict)  # by kind
 

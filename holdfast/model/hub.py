@@ -1,4 +1,4 @@
-"""The Hugging Face Hub as a source of weights and tokenizers: `hf://owner/name[@revision][/path]`.
+"""The Hugging Face Hub as a source of weights, tokenizers and datasets: `hf://owner/name[@revision][/path]`.
 
 All fetched files are of one commit. A repository is identified by the digests that the Hub keeps of its files, so
 identifying weights fetches none of them. The Hub's address is HF_ENDPOINT, the token HF_TOKEN; the library reads both.
@@ -20,7 +20,7 @@ from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, Sto
 from holdfast.store import open_store
 
 SCHEME = "hf://"
-_PLACE = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@([\w.-]+))?(?:/(.+))?")
+_PLACE = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@(refs/(?:convert|pr)/[\w.-]+|[\w.-]+))?(?:/(.+))?")
 
 
 class Place(NamedTuple):
@@ -61,27 +61,75 @@ def hub_file(location: str) -> Path | None:
 
 
 def hub_folder(location: str, wanted: Sequence[str]) -> Path:
-    """The files of a repository that match one of the patterns `wanted`, in the local cache, all of one commit."""
+    """The files of a repository, or of a folder in it, that match one of the patterns `wanted`, in the local cache, all
+    of one commit."""
     from huggingface_hub import snapshot_download
 
     place = parse_place(location)
+    inside = f"{place.path.rstrip('/')}/" if place.path else ""
+    patterns = [f"{inside}{pattern}" for pattern in wanted]
     with _speaking(location):
-        return Path(
-            snapshot_download(
-                place.repository, revision=place.revision, allow_patterns=list(wanted), cache_dir=_cache()
-            )
+        snapshot = snapshot_download(
+            place.repository, revision=place.revision, allow_patterns=patterns, cache_dir=_cache()
         )
+    return Path(snapshot) / inside
 
 
 def hub_digests(location: str, wanted: Callable[[str], bool]) -> list[str]:
-    """The names, sizes and digests of a repository's `wanted` files, in order. Fetches none of them."""
+    """The names, sizes and digests of the `wanted` files of a repository, or of a folder in it, in order. Fetches none
+    of them."""
     from huggingface_hub import HfApi
 
     place = parse_place(location)
+    inside = f"{place.path.rstrip('/')}/" if place.path else ""
     with _speaking(location):
         info = HfApi().model_info(place.repository, revision=place.revision, files_metadata=True)
-    files = sorted((file for file in info.siblings or [] if wanted(file.rfilename)), key=lambda file: file.rfilename)
-    return [f"{file.rfilename} {file.size} {file.lfs.sha256 if file.lfs else file.blob_id}" for file in files]
+    files = {
+        file.rfilename.removeprefix(inside): file
+        for file in info.siblings or []
+        if file.rfilename.startswith(inside) and wanted(file.rfilename.removeprefix(inside))
+    }
+    return [
+        f"{name} {file.size} {file.lfs.sha256 if file.lfs else file.blob_id}" for name, file in sorted(files.items())
+    ]
+
+
+class RepositoryFile(NamedTuple):
+    """A file of a repository, as the Hub lists it."""
+
+    path: str
+    size: int  # bytes
+    digest: str  # sha256 of a large file, else the hash that Git gives it
+
+
+def dataset_files(repository: str, revision: str | None) -> tuple[str, list[RepositoryFile]]:
+    """The commit that a revision of a dataset's repository names now, and its files by name. Fetches none of them."""
+    from huggingface_hub import HfApi
+
+    with _speaking(f"hf://datasets/{repository}"):
+        info = HfApi().dataset_info(repository, revision=revision, files_metadata=True)
+    files = [
+        RepositoryFile(
+            file.rfilename, file.size or 0, f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}"
+        )
+        for file in info.siblings or []
+    ]
+    return str(info.sha), sorted(files)
+
+
+def dataset_file(repository: str, commit: str, path: str) -> Path:
+    """A file of a dataset's repository at a commit, in the local cache. Raises MissingError."""
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    location = f"hf://datasets/{repository}@{commit}/{path}"
+    with _speaking(location):
+        try:
+            return Path(hf_hub_download(repository, path, revision=commit, repo_type="dataset", cache_dir=_cache()))
+        except LocalEntryNotFoundError:
+            raise
+        except EntryNotFoundError:
+            raise MissingError(f"{location}: the Hub no longer has it; name another revision") from None
 
 
 def hub_commit(location: str) -> str:

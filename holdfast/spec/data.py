@@ -50,7 +50,8 @@ class Source(Section):
     uri: str = Field(
         min_length=1,
         description="Where the text is: a path or glob, `s3://bucket/prefix-or-glob`, `dvc:path` (a path that DVC "
-        "tracks), or `python:stdlib` (the source of the Python standard library).",
+        "tracks), `hf://datasets/owner/name[@revision][/path-or-glob]`, or `python:stdlib` (the source of the Python "
+        "standard library).",
     )
     format: Literal["auto", "text", "jsonl", "parquet", "json", "csv", "arrow"] = Field(
         "auto",

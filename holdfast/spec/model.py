@@ -191,8 +191,8 @@ class Model(Section):
     init_std: float = Field(0.02, gt=0, description="Standard deviation of the initial weights.")
     init_from: str | None = Field(
         None,
-        description="Hugging Face weights to start from: a folder, s3:// or hf://owner/name[@revision]. Default: "
-        "random weights.",
+        description="Hugging Face weights to start from: a folder, s3:// or hf://owner/name[@revision][/folder]. "
+        "Default: random weights.",
     )
     export_dtype: Literal["fp32", "bf16", "base"] = Field(
         "fp32",

@@ -27,9 +27,9 @@ READ_WITH_BATCHES = (
 
 
 FROM_MEANING = (
-    "A model in the Hugging Face layout: a folder, s3:// or hf://owner/name[@revision]. The machine that submits a run "
-    "replaces it by `init_from`, the shape, `context` and `data.tokenizer` of that model; `holdfast validate` prints "
-    "them. The run id is that of a spec with those fields written out."
+    "A model in the Hugging Face layout: a folder, s3:// or hf://owner/name[@revision][/folder]. The machine that "
+    "submits a run replaces it by `init_from`, the shape, `context` and `data.tokenizer` of that model; "
+    "`holdfast validate` prints them. The run id is that of a spec with those fields written out."
 )
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -21,11 +22,18 @@ COMMIT = "c" * 40
 
 
 class Hub(ThreadingHTTPServer):
-    """One repository, tiny/llama, as the Hub's API returns it."""
+    """One repository as the Hub's API returns it: the model tiny/llama, or the dataset tiny/llama."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, kind: str = "models") -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.requests = folder, []
+        self.folder, self.requests, self.commit = folder, [], COMMIT
+        self.api = f"/api/{kind}/tiny/llama"
+        self.files = f"{'/datasets' if kind == 'datasets' else ''}/tiny/llama/resolve/"
+
+    def listed(self) -> list[tuple[str, Path]]:
+        """Names and paths of the files, in all folders."""
+        paths = sorted(path for path in self.folder.rglob("*") if path.is_file())
+        return [(path.relative_to(self.folder).as_posix(), path) for path in paths]
 
     @property
     def url(self) -> str:
@@ -47,22 +55,23 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, body: bool) -> None:
         path = self.path.partition("?")[0]
         self.server.requests.append(f"{self.command} {path}")
-        if path.startswith("/api/models/tiny/llama/tree/"):
+        if path.startswith(f"{self.server.api}/tree/"):
             files = []
-            for file in sorted(self.server.folder.iterdir()):
+            for name, file in self.server.listed():
                 digest, size = hashlib.sha256(file.read_bytes()).hexdigest(), file.stat().st_size
-                files.append({"type": "file", "path": file.name, "size": size, "oid": digest[:40]})
+                files.append({"type": "file", "path": name, "size": size, "oid": digest[:40]})
             self._send(200, json.dumps(files).encode(), body)
-        elif path.startswith("/api/models/tiny/llama"):
+        elif path.startswith(self.server.api):
             files = []
-            for file in sorted(self.server.folder.iterdir()):
+            for name, file in self.server.listed():
                 digest = hashlib.sha256(file.read_bytes()).hexdigest()
                 size = file.stat().st_size
-                lfs = {"lfs": {"size": size, "sha256": digest, "pointerSize": 1}} if "safetensors" in file.name else {}
-                files.append({"rfilename": file.name, "size": size, "blobId": digest[:40], **lfs})
-            self._send(200, json.dumps({"id": "tiny/llama", "sha": COMMIT, "siblings": files}).encode(), body)
-        elif path.startswith("/tiny/llama/resolve/"):
-            file = self.server.folder / path.split("/")[5]
+                lfs = {"lfs": {"size": size, "sha256": digest, "pointerSize": 1}} if "safetensors" in name else {}
+                files.append({"rfilename": name, "size": size, "blobId": digest[:40], **lfs})
+            answer = {"id": "tiny/llama", "sha": self.server.commit, "siblings": files}
+            self._send(200, json.dumps(answer).encode(), body)
+        elif path.startswith(self.server.files):
+            file = self.server.folder / path.removeprefix(self.server.files).partition("/")[2]
             if file.is_file():
                 data = file.read_bytes()
                 self._send(200, data, body, ETag=f'"{hashlib.sha256(data).hexdigest()}"')
@@ -73,25 +82,50 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _send(self, status: int, data: bytes, body: bool, **headers: str) -> None:
         self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), "X-Repo-Commit": COMMIT, **headers}.items():
+        for name, value in {"Content-Length": str(len(data)), "X-Repo-Commit": self.server.commit, **headers}.items():
             self.send_header(name, value)
         self.end_headers()
         if body:
             self.wfile.write(data)
 
 
-@pytest.fixture
-def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
-    export(tmp_path / "model", decoder(shape()))
-    with Hub(tmp_path / "model") as server:
+@contextmanager
+def serving(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str = "models") -> Iterator[Hub]:
+    """A Hub with the files of a folder, which huggingface_hub then uses. Its cache is next to the folder."""
+    with Hub(folder, kind) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
-        monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("HOLDFAST_HOME", str(folder.parent / "home"))
         yield server
         server.shutdown()
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    export(tmp_path / "model", decoder(shape()))
+    with serving(tmp_path / "model", monkeypatch) as server:
+        yield server
+
+
+def test_weights_in_a_folder_of_a_repository_are_those_of_the_folder(hub: Hub, tmp_path: Path) -> None:
+    inside, digest = hub.folder / "epochs" / "3", weights_digest("hf://tiny/llama")
+    inside.mkdir(parents=True)
+    for path in hub.folder.glob("*.*"):
+        (inside / path.name).write_bytes(path.read_bytes())
+    assert weights_digest("hf://tiny/llama/epochs/3") == digest
+    weight_file = inside / "model.safetensors"
+    weight_file.write_bytes(weight_file.read_bytes()[:-4] + b"\0\0\0\0")
+    assert weights_digest("hf://tiny/llama") == digest
+    assert weights_digest("hf://tiny/llama@main/epochs/3/") != digest
+    assert open_weights("hf://tiny/llama/epochs/3", tmp_path / "cache").vocabulary == 300
+    fetched = [request for request in hub.requests if "resolve" in request]
+    assert fetched
+    assert all("/epochs/3/" in request for request in fetched)
+    with pytest.raises(MissingError, match=r"hf://tiny/llama/epochs/4 has no \.safetensors"):
+        weights_digest("hf://tiny/llama/epochs/4")
 
 
 def test_weights_of_the_hub_are_identified_without_fetching_them_and_then_read(hub: Hub, tmp_path: Path) -> None:
@@ -132,6 +166,7 @@ def test_a_hub_that_does_not_answer_is_a_place_that_cannot_be_reached(
         ("hf://a/b@main", Place("a/b", "main", "")),
         ("hf://a.c/b-1@v1.0/sub/t.json", Place("a.c/b-1", "v1.0", "sub/t.json")),
         ("hf://a/b/t.json", Place("a/b", None, "t.json")),
+        ("hf://a/b@refs/convert/parquet/en", Place("a/b", "refs/convert/parquet", "en")),
     ],
 )
 def test_an_address_names_a_repository_a_revision_and_a_file(location: str, place: Place) -> None:
