@@ -10,7 +10,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any, BinaryIO
 
-from holdfast.corpus.files import CorruptFileError
+from holdfast.corpus.compression import CorruptFileError
 
 MAGIC = b"ARROW1\0\0"
 CONTINUATION = b"\xff\xff\xff\xff"

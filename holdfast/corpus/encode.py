@@ -17,6 +17,7 @@ import numpy as np
 
 from holdfast.dataset.manifest import DtypeName
 from holdfast.dataset.shards import DTYPES
+from holdfast.dataset.vocabulary import vocabulary_size
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -47,6 +48,7 @@ class Encoder:
         self._fast = is_plain_byte_level(settings)
         self._lossless = is_lossless(settings)
         self._words = _Words(self)
+        self.size = vocabulary_size(tokenizer_json)  # tokens that it has
 
     def encode(self, text: str) -> bytes:
         """The tokens of `text`, as little-endian bytes of the dtype. Raises LossyError if they decode to another

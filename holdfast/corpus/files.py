@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import gzip
 import io
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, Literal, cast, overload
+from typing import Any, BinaryIO, Literal, overload
 
 from blake3 import blake3
 
+from holdfast.corpus.compression import (
+    DAMAGE,
+    NAMES,
+    READ_BYTES,
+    Compression,
+    CorruptFileError,
+    decompressed,
+    is_damage,
+)
 from holdfast.model.hub import dataset_file, hub_file, is_hub
 from holdfast.spec.errors import AccessDeniedError, DataError, HoldfastError, MissingError
 from holdfast.store import Store, open_store
@@ -27,8 +34,8 @@ from holdfast.store.payload import check_key
 
 # File names: formats that are read, and data that must not be trained on as text.
 
-Format = Literal["text", "jsonl", "parquet", "json", "csv", "arrow", "other"]  # other: data without a supported format
-Compression = Literal["", "gz", "zst"]
+# "other" is data without a supported format
+Format = Literal["text", "jsonl", "parquet", "json", "csv", "arrow", "zip", "tar", "megatron", "other"]
 
 NOT_TEXT = "not_text"  # the reason that counts such files
 LFS_ADVICE = "is a pointer of Git LFS and not the file; run `git lfs pull`"
@@ -40,10 +47,7 @@ NOT_READ = {
         "rdata rds sas7bdat sav sqlite sqlite3 tfrecord tfrecords xls xlsb xlsm xlsx db lmdb mdx idx bin "
         "pkl pickle joblib"
     ),
-    "archive": (
-        "7z apk bz2 br cab cpio deb dmg gzip iso jar lz lz4 lzma lzo rar rpm snappy tar tbz tbz2 tgz txz tzst "
-        "war whl xz zip zlib zstd"
-    ),
+    "archive": ("7z apk br cab cpio deb dmg gzip iso jar lz lz4 lzma lzo rar rpm snappy war whl zlib zstd"),
     "document": ("azw3 chm djvu doc docm docx epub mobi odp odt pdf ppt pptm pptx rtf xps"),
     "media": (
         "aac avi avif bmp eot flac flv gif heic heif ico icns jfif jp2 jpeg jpg jxl m4a m4v mid midi mkv mov "
@@ -62,16 +66,21 @@ FORMATS: dict[Format, tuple[str, ...]] = {
     "csv": (".csv", ".tsv"),
     "parquet": (".parquet",),
     "arrow": (".arrow", ".arrows", ".feather", ".ipc"),
+    "zip": (".zip",),
+    "tar": (".tar",),
 }
+SUFFIXES: dict[str, Compression] = {".gz": "gz", ".zst": "zst", ".xz": "xz", ".bz2": "bz2"}
+TARS = {".tgz": ".gz", ".tbz": ".bz2", ".tbz2": ".bz2", ".txz": ".xz", ".tzst": ".zst"}
 _FORMAT_OF = {suffix: format_ for format_, names in FORMATS.items() for suffix in names}
 
 
 def suffixes(name: str, wanted: Format | Literal["auto"]) -> tuple[Format, Compression]:
     """The format and the compression of a file, from its name."""
     path = PurePath(name.lower())
-    compression: Compression = ""
-    if path.suffix in (".gz", ".zst"):
-        compression = cast(Compression, path.suffix[1:])
+    if path.suffix in TARS:
+        path = path.with_suffix(f".tar{TARS[path.suffix]}")
+    compression = SUFFIXES.get(path.suffix, "")
+    if compression:
         path = path.with_suffix("")
     if wanted != "auto":
         return wanted, compression
@@ -81,13 +90,15 @@ def suffixes(name: str, wanted: Format | Literal["auto"]) -> tuple[Format, Compr
 def advice(name: str) -> str:
     """The advice for a file of the format `other`."""
     path = PurePath(name.lower())
-    suffix = path.with_suffix("").suffix if path.suffix in (".gz", ".zst") else path.suffix
+    suffix = path.with_suffix("").suffix if path.suffix in SUFFIXES else path.suffix
     if suffix in (".parq", ".pq"):
         remedy = "set the source's `format` to parquet"
+    elif suffix in (".bin", ".idx"):
+        remedy = "set the source's `format` to megatron if they are Megatron's indexed data, or leave them out"
     else:
         remedy = {
             "table": "convert it to .jsonl or .parquet, or set the source's `format` to text to train on it as it is",
-            "archive": "unpack it; single files may be compressed as .gz or .zst",
+            "archive": "unpack it; .zip and .tar are read, and single files compressed as .gz, .zst, .xz or .bz2",
         }.get(_kind(suffix) or "", "extract its text, or leave it out of the pattern")
     return f"{suffix} files are not read as text; {remedy}"
 
@@ -96,11 +107,8 @@ def _kind(suffix: str) -> str | None:
     return _KINDS.get(suffix.removeprefix("."))
 
 
-READ_BYTES = 4 * 2**20
 MMAP_BYTES = 1 << 20
 
-MAX_WINDOW = 512 * 2**20  # bytes of a zstd file's largest window, as for `zstd --long=29`
-ZSTD_HEADER = 18  # bytes of the longest frame header
 UNREADABLE = (
     errno.EIO,
     errno.EISDIR,
@@ -142,7 +150,7 @@ def opened(file: SourceFile, decompress: bool = True) -> Iterator[BinaryIO]:
     with _speaking(file), contextlib.ExitStack() as stack:
         _unchanged(file)
         raw = stack.enter_context(_raw(file))
-        stream = stack.enter_context(_decompressed(raw, file.compression)) if decompress else raw
+        stream = stack.enter_context(decompressed(raw, file.compression)) if decompress else raw
         yield stream
         _unchanged(file)
 
@@ -250,62 +258,6 @@ class StoreStream(io.RawIOBase):
         return count
 
 
-class _ZstdStream(io.RawIOBase):
-    """Decompresses frame after frame, and detects a truncated last frame, which zstandard's own reader does not.
-
-    A frame may expand 32 000-fold, so input is fed in small pieces: one piece gives at most 32 MiB.
-    """
-
-    BITE = 1024
-
-    def __init__(self, raw: BinaryIO) -> None:
-        import zstandard
-
-        self._raw = raw
-        self._zstandard = zstandard
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW)
-        self._frame: Any = None
-        self._input = self._output = b""
-
-    def readable(self) -> bool:
-        """True."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill `buffer` with the bytes of one decompression step."""
-        view = memoryview(buffer).cast("B")
-        while not self._output:
-            self._input = self._input or self._raw.read(self.BITE)
-            if not self._input:
-                if self._frame is not None:
-                    raise EOFError("the last frame ends too early")
-                return 0
-            self._frame = self._frame or self._next_frame()
-            self._output = self._frame.decompress(self._input)
-            self._input = b""
-            if self._frame.eof:
-                self._input, self._frame = self._frame.unused_data, None
-        count = min(len(view), len(self._output))
-        view[:count] = self._output[:count]
-        self._output = self._output[count:]
-        return count
-
-    def _next_frame(self) -> Any:
-        """A decompressor for the frame at the start of the input. Raises CorruptFileError for a window that is too
-        large."""
-        while len(self._input) < ZSTD_HEADER and (more := self._raw.read(ZSTD_HEADER - len(self._input))):
-            self._input += more
-        with contextlib.suppress(self._zstandard.ZstdError):  # of a damaged header: decompression reports the problem
-            window = self._zstandard.get_frame_parameters(self._input).window_size
-            if window > MAX_WINDOW:
-                raise CorruptFileError(
-                    f"needs a window of {window / 2**20:,.0f} MiB, and at most {MAX_WINDOW // 2**20} MiB are read; "
-                    "compress it again with `zstd --long=29` or less",
-                    reason="window_too_large",
-                )
-        return self._decompressor.decompressobj()
-
-
 @contextlib.contextmanager
 def _raw(file: SourceFile) -> Iterator[BinaryIO]:
     if file.kind == "local":
@@ -319,17 +271,6 @@ def _raw(file: SourceFile) -> Iterator[BinaryIO]:
     else:
         with _dvc_at_commit(file.root, file.stamp).open(file.path, "rb") as stream:
             yield stream
-
-
-@contextlib.contextmanager
-def _decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
-    if compression == "gz":
-        with gzip.GzipFile(fileobj=raw) as stream:
-            yield cast(BinaryIO, stream)
-    elif compression == "zst":
-        yield cast(BinaryIO, io.BufferedReader(_ZstdStream(raw), READ_BYTES))
-    else:
-        yield raw
 
 
 def _unchanged(file: SourceFile) -> None:
@@ -359,12 +300,13 @@ def _speaking(file: SourceFile) -> Iterator[None]:
         raise MissingError(f"{file.name}: is gone ({error.strerror or error}); {remedy}") from None
     except PermissionError:
         raise AccessDeniedError(f"{file.name}: may not be read; change its permissions") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        kind = "zstd" if file.compression == "zst" else "gzip"
+    except (*DAMAGE, EOFError) as error:
+        kind = NAMES.get(file.compression, file.format)
         raise CorruptFileError(f"{file.name}: is not whole {kind} data ({error}); fetch it again") from None
     except Exception as error:
-        if type(error).__module__.startswith("zstandard"):
-            raise CorruptFileError(f"{file.name}: is not whole zstd data ({error}); fetch it again") from None
+        if is_damage(error, file.compression):
+            kind = NAMES[file.compression]
+            raise CorruptFileError(f"{file.name}: is not whole {kind} data ({error}); fetch it again") from None
         if type(error).__module__.startswith("dvc"):
             raise MissingError(
                 f"{file.name}: DVC cannot read it ({error}); run `dvc pull` or check the DVC remote"
@@ -372,14 +314,6 @@ def _speaking(file: SourceFile) -> Iterator[None]:
         if isinstance(error, OSError) and error.errno in UNREADABLE:
             raise DataError(f"{file.name}: cannot be read ({error.strerror}); check its disk or mount") from None
         raise
-
-
-class CorruptFileError(DataError):
-    """The rest of a file cannot be read. Data read before is valid."""
-
-    def __init__(self, message: str, reason: str = "corrupt") -> None:
-        super().__init__(message)
-        self.reason = reason  # the reason that counts the file
 
 
 def is_lfs_pointer(file: SourceFile) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import BinaryIO
 
-from holdfast.corpus.files import CorruptFileError
+from holdfast.corpus.compression import CorruptFileError
 from holdfast.corpus.record_types import Flaw, Reading, Record, document_of, text_of, undecodable
 
 READ_CHARACTERS = 2**20

@@ -69,13 +69,14 @@ def missing_sources(data: Data) -> list[str]:
         if "://" in source.uri.removeprefix("file://") or source.uri.startswith(("dvc:", "python:")):
             continue
         try:
-            list_files(source.uri, Path(), f"data.sources.{index}.uri")
+            list_files(_both_files(source).uri, Path(), f"data.sources.{index}.uri")
         except (MissingError, AccessDeniedError, DataError) as error:
             problems.append(str(error))
     return problems
 
 
 def _resolve(source: Source, field: str) -> ResolvedSource:
+    source = _both_files(source)
     if source.uri.startswith("s3://"):
         files, lineage = _s3(source, field), _Origin("s3")
     elif source.uri.startswith("dvc:"):
@@ -94,6 +95,13 @@ def _resolve(source: Source, field: str) -> ResolvedSource:
     if not files:
         raise MissingError(f"{field}: {source.uri!r} has no files; check the path and the pattern")
     return ResolvedSource(source, tuple(files), _lineage(lineage, files))
+
+
+def _both_files(source: Source) -> Source:
+    """The source; one of Megatron that is named by its prefix, or by one of its files, with a pattern of both."""
+    if source.format != "megatron" or MAGIC.search(source.uri) or Path(source.uri).expanduser().is_dir():
+        return source
+    return source.model_copy(update={"uri": re.sub(r"\.(bin|idx)$", "", source.uri) + ".[bi][id][nx]"})
 
 
 @dataclass(frozen=True)

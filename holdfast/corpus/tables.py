@@ -10,7 +10,8 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from holdfast.corpus.arrow_messages import batches_of
-from holdfast.corpus.files import CorruptFileError, SourceFile, opened
+from holdfast.corpus.compression import CorruptFileError
+from holdfast.corpus.files import SourceFile, opened
 from holdfast.corpus.parquet_pages import ColumnChunks, largest_page
 from holdfast.corpus.record_types import Flaw, Reading, Record, document_of, excerpt, text_of, undecodable
 from holdfast.spec.errors import DataError, HoldfastError

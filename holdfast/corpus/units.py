@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import struct
-import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from itertools import islice, pairwise
 from typing import Any
@@ -21,13 +20,17 @@ from blake3 import blake3
 from numpy.typing import NDArray
 
 from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError
+from holdfast.corpus.cleaning import clean, filtered, texts
+from holdfast.corpus.compression import CorruptFileError
 from holdfast.corpus.encode import Encoder, LossyError
 from holdfast.corpus.field_maps import dump_map
-from holdfast.corpus.files import CorruptFileError, SourceFile, here
+from holdfast.corpus.files import SourceFile, here
+from holdfast.corpus.megatron import TokenArray, document_count, megatron_documents, pairs
 from holdfast.corpus.own import NO_FUNCTIONS, OwnFunctions, cleaning_settings, reader_identity
 from holdfast.corpus.record_types import FILTERS, Flaw, Kind, Reading, excerpt
-from holdfast.corpus.records import Range, before, place, records
+from holdfast.corpus.records import before, place, records
 from holdfast.corpus.sources import ResolvedSource
+from holdfast.corpus.streams import Range
 from holdfast.corpus.tables import row_groups
 from holdfast.dataset.manifest import DtypeName
 from holdfast.dataset.shards import DTYPES, Tokens
@@ -35,81 +38,6 @@ from holdfast.spec.data import Cleaning
 from holdfast.spec.errors import DataError
 from holdfast.spec.json_parsing import parse_json_object
 from holdfast.store import Store, layout
-
-# Cleaning of a document before tokenization, and reasons to drop it.
-#
-# Of a conversation or a pair, only the texts of messages are checked and normalized, never the JSON around them. Tools,
-# tool calls and tool results are data and stay unchanged.
-
-TEXTS = ("content", "reasoning_content", "reasoning", "thinking")  # keys of a message with its text
-DATA_ROLES = ("tool", "function", "ipython")  # roles of messages that a program wrote
-
-
-def clean(text: str, rules: Cleaning, kind: Kind = "text") -> str | Flaw:
-    """The normalized document (canonical JSON for conversations and pairs), or the reason to drop it."""
-    if kind == "text":
-        text = normalised(text, rules)
-        return _filtered([text], rules) or text
-    record = json.loads(text)
-    if rules.unicode != "none" and not text.isascii():
-        _rewrite(record, lambda value: normalised(value, rules))
-        text = json.dumps(record, ensure_ascii=False, separators=(",", ":"))  # keys keep their order
-    return _filtered(list(texts(record)), rules) or text
-
-
-def normalised(text: str, rules: Cleaning) -> str:
-    """`text` in the Unicode form of the rules."""
-    return text if rules.unicode == "none" or text.isascii() else unicodedata.normalize(rules.unicode, text)
-
-
-def texts(record: Any) -> Iterator[str]:
-    """The texts of a conversation or a pair, in order."""
-    values: list[str] = []
-    _rewrite(record, lambda value: values.append(value) or value)  # type: ignore[func-returns-value]
-    yield from values
-
-
-def _rewrite(record: Any, change: Callable[[str], str]) -> None:
-    """Replace each text of a conversation or a pair by `change` of it."""
-    for key in ("messages", "prompt", "chosen", "rejected", "completion"):
-        value = record.get(key)
-        if isinstance(value, str):
-            record[key] = change(value)
-        for message in value if isinstance(value, list) else ():
-            if message["role"] not in DATA_ROLES:
-                _rewrite_message(message, change)
-
-
-def _rewrite_message(message: dict[str, Any], change: Callable[[str], str]) -> None:
-    for key in TEXTS:
-        value = message.get(key)
-        if isinstance(value, str):
-            message[key] = change(value)
-        for part in value if isinstance(value, list) else ():
-            if isinstance(part, dict) and isinstance(part.get("text"), str):
-                part["text"] = change(part["text"])
-
-
-def _filtered(found: Sequence[str], rules: Cleaning) -> Flaw | None:
-    """The reason to drop a document of these texts, or None to keep it."""
-    size = sum(map(len, found))
-    if size < rules.min_characters:
-        detail = f"has {size} characters, fewer than data.cleaning.min_characters = {rules.min_characters}"
-        return Flaw("too_short", detail, excerpt("".join(found)))
-    if size > rules.max_characters:
-        detail = f"has {size} characters, more than data.cleaning.max_characters = {rules.max_characters}"
-        return Flaw("too_long", detail, excerpt(found[0]))
-    if rules.max_repetition < 1 and (share := repetition("\n".join(found))) > rules.max_repetition:
-        limit = f"data.cleaning.max_repetition = {rules.max_repetition}"
-        return Flaw("repetitive", f"repeats {share:.0%} of its lines, more than {limit}", excerpt(found[0]))
-    return None
-
-
-def repetition(text: str) -> float:
-    """The share of non-empty lines that repeat an earlier line."""
-    lines = [line for raw in text.splitlines() if (line := raw.strip())]
-    return 1 - len(set(lines)) / len(lines) if lines else 0.0
-
 
 UNIT_VERSION = 4  # raised when the same input would give other bytes
 
@@ -278,6 +206,11 @@ def plan(sources: Sequence[ResolvedSource], kind: Kind = "text") -> list[Piece]:
 
 def _plan(number: int, source: ResolvedSource) -> Iterator[Piece]:
     text_field = source.source.text_field
+    if source.source.format == "megatron":
+        for pair in pairs(source.files):
+            for part in _document_ranges(*pair):
+                yield Piece(number, pair, text_field, part)
+        return
     group: list[SourceFile] = []
     size = 0
     for file in source.files:
@@ -300,6 +233,16 @@ def _plan(number: int, source: ResolvedSource) -> Iterator[Piece]:
         yield Piece(number, tuple(group), text_field)
 
 
+def _document_ranges(bin_file: SourceFile, index_file: SourceFile) -> list[Range]:
+    """The ranges of documents in which a corpus of Megatron is read."""
+    try:
+        count = document_count(bin_file, index_file)
+    except CorruptFileError:  # reading the file reports it
+        return [(0, 1)]
+    parts = max(1, min(count, bin_file.size // UNIT_BYTES))
+    return list(pairwise(count * part // parts for part in range(parts + 1)))
+
+
 def _ranges(file: SourceFile) -> list[Range]:
     """The ranges in which a large file is read. Empty for a file that is read as a whole."""
     if file.compression:
@@ -317,10 +260,13 @@ def _ranges(file: SourceFile) -> list[Range]:
 
 def documents(
     piece: Piece, cleaning: Cleaning, own: OwnFunctions = NO_FUNCTIONS
-) -> Iterator[tuple[int, int, str | Flaw | None]]:
+) -> Iterator[tuple[int, int, str | TokenArray | Flaw | None]]:
     """The cleaned documents of a piece, in order: the number of the file, the line or row as `records` counts, and
-    the document. The document is a Flaw if it was dropped, and None for a blank line. Raises DataError with the
-    location for a fault, if the spec requires that."""
+    the document, or its tokens if the source is tokenized. The document is a Flaw if it was dropped, and None for a
+    blank line. Raises DataError with the location for a fault, if the spec requires that."""
+    if piece.files[0].format == "megatron":
+        yield from _tokenized(piece, cleaning)
+        return
     for number, file in enumerate(piece.files):
         if piece.reader:
             found = own.read(piece.source, file, piece.reader)
@@ -333,6 +279,22 @@ def documents(
             if isinstance(cleaned, Flaw):
                 _refuse(piece, Drop(number, at, cleaned), cleaning)
             yield number, at, cleaned
+
+
+def _tokenized(piece: Piece, cleaning: Cleaning) -> Iterator[tuple[int, int, TokenArray | Flaw]]:
+    """The documents of a corpus of Megatron, whose tokens are cleaned when they are decoded."""
+    limit = cleaning.max_characters
+    bin_file, index_file = piece.files
+    try:
+        for at, tokens in megatron_documents(bin_file, index_file, piece.range, limit):
+            if isinstance(tokens, int):
+                yield 0, at, Flaw("too_long", f"has {tokens} tokens, more than data.cleaning.max_characters = {limit}")
+            else:
+                yield 0, at, tokens
+    except CorruptFileError as error:
+        flaw = Flaw(error.reason, str(error).removeprefix(f"{bin_file.name}: "))
+        _refuse(piece, Drop(1, 0, flaw), cleaning)
+        yield 1, 0, flaw
 
 
 def _refuse(piece: Piece, drop: Drop, cleaning: Cleaning) -> None:
@@ -401,7 +363,7 @@ def _part_key(key: str, number: int) -> str:
 
 def _make_part(
     piece: Piece,
-    stream: Iterator[tuple[int, int, str | Flaw | None]],
+    stream: Iterator[tuple[int, int, str | TokenArray | Flaw | None]],
     done: int,
     job: Job,
     encoder: Encoder | ChatEncoder,
@@ -417,7 +379,13 @@ def _make_part(
         done, lines = done + 1, max(lines, at)
         if document is None:
             continue
-        found = _encoded(document, encoder, job) if isinstance(document, str) else document
+        if isinstance(document, str):
+            found = _encoded(document, encoder, job)
+        elif isinstance(document, Flaw):
+            found = document
+        else:
+            assert isinstance(encoder, Encoder)
+            found = _taken(piece, document, encoder, job)
         if isinstance(found, Flaw):
             dropped[found.reason] += 1
             drop = Drop(file, at, found)
@@ -425,8 +393,7 @@ def _make_part(
             if dropped[found.reason] <= (1 if found.reason in FILTERS else NAMED_FAULTS):
                 drops.append(drop)
             continue
-        assert isinstance(document, str)
-        raw, tokens = document.encode(), found + end
+        raw, tokens = found[0], found[1] + end
         index.append((blake3(raw).digest(length=16), len(tokens) // width, len(raw), file, at))
         encoded.append(tokens)
         size += len(raw)
@@ -444,8 +411,8 @@ def _make_part(
     )
 
 
-def _encoded(document: str, encoder: Encoder | ChatEncoder, job: Job) -> bytes | Flaw:
-    """The tokens of a document, or the reason why it has none."""
+def _encoded(document: str, encoder: Encoder | ChatEncoder, job: Job) -> tuple[bytes, bytes] | Flaw:
+    """The text of a document as bytes and its tokens, or the reason why it has none."""
     try:
         tokens = encoder.encode(document)
     except ConversationError as error:
@@ -453,9 +420,32 @@ def _encoded(document: str, encoder: Encoder | ChatEncoder, job: Job) -> bytes |
     except LossyError as error:
         return Flaw("lossy", str(error), excerpt(next(texts(json.loads(document)), "") if job.template else document))
     if not job.template and bool((np.frombuffer(tokens, DTYPES[job.dtype]) == job.end_of_text).any()):
-        detail = (
-            f"gives token {job.end_of_text}, which is data.tokenizer.end_of_text and would end the document there; "
-            "name a token there that text cannot give, and add it to the tokenizer as a special one"
+        return _end_in_text(document, job)
+    return document.encode(), tokens
+
+
+def _end_in_text(document: str, job: Job) -> Flaw:
+    detail = (
+        f"gives token {job.end_of_text}, which is data.tokenizer.end_of_text and would end the document there; "
+        "name a token there that text cannot give, and add it to the tokenizer as a special one"
+    )
+    return Flaw("end_in_text", detail, excerpt(document))
+
+
+def _taken(piece: Piece, tokens: TokenArray, encoder: Encoder, job: Job) -> tuple[bytes, bytes] | Flaw:
+    """The text of a tokenized document and its tokens as they are, without an end of text that closes them. Filters
+    see the text. Raises DataError for tokens that the tokenizer does not have."""
+    if len(tokens) and not 0 <= (worst := int(tokens.max() if tokens.min() >= 0 else tokens.min())) < encoder.size:
+        raise DataError(
+            f"{piece.files[0].name}: has token {worst}, and data.tokenizer.path has {encoder.size} tokens; name the "
+            "tokenizer that made this file"
         )
-        return Flaw("end_in_text", detail, excerpt(document))
-    return tokens
+    if len(tokens) and tokens[-1] == job.end_of_text:
+        tokens = tokens[:-1]
+    encoded = tokens.astype(DTYPES[job.dtype]).tobytes()
+    text = encoder.decode(encoded)
+    if (flaw := filtered([text], job.cleaning) or job.own.dropped(text)) is not None:
+        return flaw
+    if (tokens == job.end_of_text).any():
+        return _end_in_text(text, job)
+    return text.encode(errors="replace"), encoded

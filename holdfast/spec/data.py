@@ -53,10 +53,11 @@ class Source(Section):
         "tracks), `hf://datasets/owner/name[@revision][/path-or-glob]`, or `python:stdlib` (the source of the Python "
         "standard library).",
     )
-    format: Literal["auto", "text", "jsonl", "parquet", "json", "csv", "arrow"] = Field(
+    format: Literal["auto", "text", "jsonl", "parquet", "json", "csv", "arrow", "zip", "tar", "megatron"] = Field(
         "auto",
-        description="Format of the files. `auto` uses the suffix, without .gz or .zst: .jsonl, .json, .csv, .tsv, "
-        ".parquet, .arrow, or else one text document per file. It refuses suffixes of data that is not text.",
+        description="Format of the files. `auto` uses the suffix, without .gz, .zst, .xz or .bz2: .jsonl, .json, .csv, "
+        ".tsv, .parquet, .arrow, .zip, .tar (WebDataset), or else one text document per file. It refuses suffixes of "
+        "data that is not text. `megatron` reads tokens from .bin and .idx.",
     )
     reader: Function | None = Field(
         None,

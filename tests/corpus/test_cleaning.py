@@ -11,8 +11,8 @@ import pytest
 from holdfast.components.preprocess import run
 from holdfast.corpus import identify
 from holdfast.corpus.chat import conversation_text, pair_text
+from holdfast.corpus.cleaning import clean
 from holdfast.corpus.record_types import Flaw
-from holdfast.corpus.units import clean
 from holdfast.spec import Spec
 from holdfast.spec.data import Cleaning
 from tests.corpus.conftest import MakeSpec

@@ -16,7 +16,8 @@ import pytest
 
 from holdfast.corpus import arrow_messages, tables
 from holdfast.corpus.arrow_messages import batches_of
-from holdfast.corpus.files import CorruptFileError, SourceFile, local_stamp, suffixes
+from holdfast.corpus.compression import CorruptFileError
+from holdfast.corpus.files import SourceFile, local_stamp, suffixes
 from holdfast.corpus.record_types import Flaw, Reading, Record
 from holdfast.corpus.records import place, records
 from holdfast.spec.errors import DataError

@@ -37,6 +37,7 @@ from holdfast.spec.rules.data import (
     check_shuffle,
     check_source_weights,
     check_text_field,
+    check_tokenized,
     check_tokenizer,
 )
 from holdfast.spec.rules.model import (
@@ -148,6 +149,7 @@ RULES: tuple[Rule, ...] = (
     check_evaluation,
     check_own_metrics,
     check_text_field,
+    check_tokenized,
     check_own_readers,
     check_source_weights,
     check_tokenizer,

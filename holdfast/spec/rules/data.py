@@ -19,11 +19,14 @@ def check_held_out_data(spec: Spec) -> Iterator[Problem]:
 def check_text_field(spec: Spec) -> Iterator[Problem]:
     """Plain text has no fields."""
     for index, source in enumerate(spec.data.sources):
-        if source.format == "text" and source.text_field != type(source).model_fields["text_field"].default:
+        if (
+            source.format in ("text", "megatron")
+            and source.text_field != type(source).model_fields["text_field"].default
+        ):
             yield Problem(
                 f"data.sources.{index}.text_field",
                 source.text_field,
-                "is not used by format: text",
+                f"is not used by format: {source.format}",
                 "remove it, or use a format with fields, such as jsonl or parquet",
             )
 
@@ -90,7 +93,7 @@ def check_chat(spec: Spec) -> Iterator[Problem]:
             "data.document_masks", False, "lets an answer attend to conversations that are packed before it", "use true"
         )
     for index, source in enumerate(data.sources):
-        if source.format == "text":
+        if source.format in ("text", "megatron"):
             yield Problem(
                 f"data.sources.{index}.format", source.format, "holds no conversations", f"use jsonl with {keys}"
             )
@@ -101,6 +104,14 @@ def check_chat(spec: Spec) -> Iterator[Problem]:
                 f"is not used by data.kind: {data.kind}",
                 f"remove it: the text is read from {keys}",
             )
+
+
+def check_tokenized(spec: Spec) -> Iterator[Problem]:
+    """Tokens that are taken as they are have a tokenizer."""
+    for index, source in enumerate(spec.data.sources):
+        if source.format == "megatron" and spec.data.tokenizer.kind != "file":
+            remedy = "use kind: file with the tokenizer that made them"
+            yield Problem(f"data.sources.{index}.format", "megatron", "holds tokens of another tokenizer", remedy)
 
 
 def check_shuffle(spec: Spec) -> Iterator[Problem]:
