@@ -152,10 +152,15 @@ def keep_submitted(request: str) -> None:
     file.touch()
 
 
+def is_submitted(request: str) -> bool:
+    """Whether a request with code was submitted from this machine. `request` is its digest."""
+    return _submitted(request).is_file()
+
+
 def require_submitted(request: str, source: str) -> None:
     """Raises MissingError for a request with code that was read from a store, unless exactly it was submitted from this
     machine. Write access to a store must not change the code, its arguments or its environment."""
-    if not _submitted(request).is_file():
+    if not is_submitted(request):
         raise MissingError(
             f"{source}: its spec in the store is none that was submitted from this machine, and a store is not trusted "
             "with the arguments of your code; run its spec again from its folder, which resumes the run"

@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from holdfast.checkpoint.fork import fork_checkpoint
-from holdfast.code.script import refuse_script
+from holdfast.code.resolve import is_submitted, keep_submitted
 from holdfast.pipelines.backends.record import Record, find_record
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.spec import Spec, dump_spec, run_id
@@ -39,21 +39,26 @@ class ForkedRun:
 def fork_run(store: Store, parent: RunRecord, step: int, overrides: Sequence[str] = ()) -> ForkedRun:
     """Create a run from the checkpoint of `parent` at `step`, with the parent's spec and `overrides`.
 
-    Also records how `holdfast resume` continues it. Raises SpecError for a change that the state does not allow, and
+    Also records how `holdfast resume` continues it. A spec with code can be resumed where the parent's was submitted.
+    Raises SpecError for a change that the state does not allow, and
     MissingError for a missing checkpoint or a run that was never trained.
     """
     if not parent.spec:
         raise MissingError(f"run {parent.run_id}: {store.url} has no spec of it: it was never trained")
     parent_spec = Spec.model_validate(parent.spec)
-    refuse_script(parent_spec, "fork", "begin a new run with `holdfast run`; the script can read an export of the run")
     spec = parent_spec.with_overrides(overrides)
-    _require_same_state(parent_spec, spec, step)
+    if spec.train.script is None:  # the session of a script compares the state when it restores
+        _require_same_state(parent_spec, spec, step)
     salt, dataset_id = f"rewound-{parent.run_id}-{step}", _dataset_id(parent, parent_spec, spec)
     identity = run_id(spec, dataset_id, salt, _weights(spec))
     digest = fork_checkpoint(store, parent.run_id, step, identity)
     write_run_metadata(store, identity, spec, dataset_id, salt)
     if find_record(store, identity) is None:
-        _record(store, parent, spec, identity, salt).write(store)
+        submitted = find_record(store, parent.run_id)
+        record = _record(store, submitted, spec, identity, salt)
+        record.write(store)
+        if submitted is not None and submitted.request.spec == parent_spec and is_submitted(submitted.request.executed):
+            keep_submitted(record.request.executed)
     return ForkedRun(identity, salt, parent.run_id, step, digest)
 
 
@@ -153,9 +158,9 @@ def _weights(spec: Spec) -> str:
     return first_weights_digest(spec)
 
 
-def _record(store: Store, parent: RunRecord, spec: Spec, identity: str, salt: str) -> Record:
-    """The submission that resumes the new run, on the parent's backend if that is known."""
-    submitted = find_record(store, parent.run_id)
+def _record(store: Store, submitted: Record | None, spec: Spec, identity: str, salt: str) -> Record:
+    """The submission that resumes the new run, on the backend of its parent if that is known. `submitted` is the
+    parent's."""
     base = submitted or Record("local", identity, identity, spec.name, "", 0.0, store.url)
     return replace(
         base,

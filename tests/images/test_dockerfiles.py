@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+import shutil
 import subprocess
+import sys
+import zipfile
 from importlib.metadata import version
 from pathlib import Path
 
@@ -172,6 +177,57 @@ def test_an_extended_image_adds_packages_by_hash_and_stays_unprivileged() -> Non
     assert install.startswith("--mount=type=secret,id=pip.conf,target=/etc/pip.conf ")
     assert {"--require-hashes", "--no-deps"} <= set(install.split())
     final = final_stage(IMAGES / EXTENSION)
-    assert [word for word, _ in final] == ["FROM", "COPY", "USER", "RUN"], "nothing is installed in the image itself"
+    assert [word for word, _ in final] == ["FROM", "COPY", "COPY", "USER", "RUN"], "nothing is installed in the image"
     assert dict(final)["USER"] == "1000:1000"
     assert dict(final)["RUN"] == "holdfast-selfcheck"
+
+
+def test_the_steps_of_an_extended_image_put_the_packages_of_the_lock_before_those_of_the_image(tmp_path: Path) -> None:
+    """Without a builder: the commands of the Dockerfile, in folders."""
+    build, venv = tmp_path / "build", tmp_path / "opt/holdfast/venv"
+    build.mkdir()
+    wheel = write_wheel(build, "odd_package", "2")
+    lock = f"odd-package==2 --hash=sha256:{hashlib.sha256(wheel.read_bytes()).hexdigest()}\n"
+    (build / "requirements.lock").write_text(lock)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True, timeout=120)
+    site = venv / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
+    with zipfile.ZipFile(write_wheel(tmp_path, "odd_package", "1")) as older:
+        older.extractall(site)
+
+    def placed(text: str) -> str:
+        folders = {"/opt/holdfast/venv/lib/python3.11/site-packages": site, "/opt": tmp_path / "opt", "/build": build}
+        return re.sub("|".join(map(re.escape, folders)), lambda found: str(folders[found[0]]), text)
+
+    def extend() -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(build), "PIP_REQUIRE_VIRTUALENV": "0"}
+        command = placed(install).replace("pip install", f"{sys.executable} -m pip install", 1)
+        return subprocess.run(command, shell=True, check=False, env=environment, capture_output=True, text=True)
+
+    install = next(rest for word, rest in instructions(IMAGES / EXTENSION) if word == "RUN").split("/etc/pip.conf ")[1]
+    assert (made := extend()).returncode == 0, made.stderr
+    for word, rest in final_stage(IMAGES / EXTENSION):
+        if word == "COPY":
+            source, target = (Path(placed(path)) for path in rest.split()[1:])
+            shutil.copytree(source, target) if source.is_dir() else shutil.copy(source, target)
+    show = (
+        "import odd_package; from importlib.metadata import version; print(odd_package.VERSION, version('odd-package'))"
+    )
+    shown = subprocess.run([venv / "bin/python", "-c", show], check=True, capture_output=True, text=True, timeout=120)
+    assert shown.stdout.split() == ["2", "2"]
+    (build / "requirements.lock").write_text(lock.replace("sha256:", "sha256:0")[:-2] + "\n")
+    assert extend().returncode != 0, "another file than that of the lock is refused"
+
+
+def write_wheel(folder: Path, name: str, number: str) -> Path:
+    """A package with one module, as a wheel."""
+    path, metadata = folder / f"{name}-{number}-py3-none-any.whl", f"{name}-{number}.dist-info"
+    files = {
+        f"{name}.py": f"VERSION = '{number}'\n",
+        f"{metadata}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n",
+        f"{metadata}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    files[f"{metadata}/RECORD"] = "".join(f"{file},,\n" for file in [*files, f"{metadata}/RECORD"])
+    with zipfile.ZipFile(path, "w") as wheel:
+        for file, text in files.items():
+            wheel.writestr(file, text)
+    return path

@@ -14,14 +14,17 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.api import Run
+from holdfast.api.submission import Location, request, resume
 from holdfast.audit.replay_job import replay_steps
 from holdfast.audit.sampling import audit
 from holdfast.checkpoint import list_attempts
 from holdfast.code import make_bundle, publish
+from holdfast.code.resolve import is_submitted, keep_submitted
 from holdfast.components.train.script import _finish, train_script
 from holdfast.components.train.step import GangError
 from holdfast.launch.launches import read_exits
 from holdfast.launch.node.hangs import LONG
+from holdfast.pipelines.backends.record import find_record, keep, record_of
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.paths import load_spec
 from holdfast.pipelines.view.catalog import find_run
@@ -30,7 +33,7 @@ from holdfast.runtime.exits import code_of
 from holdfast.script.process import _failure
 from holdfast.script.tree import StateError
 from holdfast.spec import ExitCode, Spec, parse_spec
-from holdfast.spec.errors import DivergedError, PlanChangedError, SpecError
+from holdfast.spec.errors import DivergedError, MissingError, PlanChangedError, SpecError
 from holdfast.store import Store
 from holdfast.telemetry import phases, read_events, read_history, recording
 from holdfast.telemetry.run_metadata import write_run_metadata
@@ -347,6 +350,32 @@ def test_a_spec_with_a_script_survives_its_own_dump() -> None:
     assert spec.with_overrides({"parallel.processes": 2}).parallel.processes == 2
 
 
+def test_a_fork_begins_from_a_checkpoint_and_ends_with_the_bits_of_its_parent(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    store = opened(url)
+    spec = script_spec(tmp_path / "code", store)
+    parent = request(spec, backend="slurm", store=url)
+    run_script(url, parent.run_id, loop, every_steps=2)
+    write_run_metadata(store, parent.run_id, parent.spec, "", "")
+    keep(record_of(parent, "slurm", "x"), url)
+    untrusted = Run(parent.run_id, url).fork(2)
+    with pytest.raises(MissingError, match="was not bundled on this machine"):
+        resume(untrusted.run_id, at=Location(store=url))
+    keep_submitted(parent.executed)
+    forked = Run(parent.run_id, url).fork(4, ['train.arguments=["6"]'])
+    record = find_record(store, forked.run_id)
+    assert record is not None
+    assert is_submitted(record.request.executed)
+    assert record.request.spec.train.arguments == ("6",)
+    starts: list[int] = []
+    run_script(url, forked.run_id, lambda: starts.extend(loop()), every_steps=2)
+    assert starts == [4]
+    assert digest_of_run(url, forked.run_id) == digest_of_run(url, parent.run_id)
+    assert [row["step"] for row in read_history(store, forked.run_id)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_commands_for_the_training_loop_of_holdfast_refuse_a_script_and_a_diff_compares_it(
     url: str, tmp_path: Path
 ) -> None:
@@ -359,8 +388,7 @@ def test_commands_for_the_training_loop_of_holdfast_refuse_a_script_and_a_diff_c
     compared = CliRunner().invoke(app, ["audit", "diff", *runs, "--store", url])
     assert (compared.exit_code, compared.exception) == (0, None), compared.output
     one = Run(runs[0], url)
-    for refused in (lambda: one.fork(2), lambda: replay_steps(store, one.id, spec, 1, 2)):
-        with pytest.raises(SpecError, match=r"train\.script: is a training script, and .* works only with Holdfast"):
-            refused()
+    with pytest.raises(SpecError, match=r"train\.script: is a training script, and .* works only with Holdfast"):
+        replay_steps(store, one.id, spec, 1, 2)
     audited = audit(store, {one.id: spec}, 1, 0, 10)
     assert (audited.audited, [each.code for each in audited.refused]) == ((), [ExitCode.BAD_SPEC])
