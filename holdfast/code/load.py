@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +19,11 @@ from holdfast.spec.errors import UserCodeError, causes
 _loaded: dict[str, Path] = {}  # name of a module of user code -> the folder that it comes from
 
 
-def check_function(files: Mapping[str, str], use: str, given: int, arguments: Mapping[str, object]) -> str | None:
+def check_function(
+    files: Mapping[str, str], use: str, given: int, arguments: Mapping[str, object], *, is_class: bool = False
+) -> str | None:
     """Why the function `use` ("mine.py:focal") of a bundle cannot be called with `given` values and the named
-    `arguments`. None if it can. `files` are the texts of the bundle, by path."""
+    `arguments`. None if it can. `files` are the texts of the bundle, by path. A class must have `predict`."""
     path, _, name = use.partition(":")
     if path not in files:
         return f"names the file {path}, which does not exist"
@@ -30,6 +32,8 @@ def check_function(files: Mapping[str, str], use: str, given: int, arguments: Ma
     except SyntaxError as error:
         return f"names {path}, which is not valid Python: line {error.lineno or 1}: {error.msg}"
     found = [statement for statement in tree.body if name == getattr(statement, "name", None)]
+    if is_class:
+        return _class_fault(name, path, found, arguments)
     functions = [statement for statement in found if isinstance(statement, ast.FunctionDef)]
     if not functions:
         names = [statement.name for statement in tree.body if isinstance(statement, ast.FunctionDef)]
@@ -37,6 +41,22 @@ def check_function(files: Mapping[str, str], use: str, given: int, arguments: Ma
         kind = "is a class or async" if found else "is not defined with `def` at the top level"
         return f"names {name}, which {kind} in {path}{known}"
     return _call_fault(name, functions[-1].args, given, arguments)
+
+
+def _class_fault(name: str, path: str, found: Sequence[ast.stmt], arguments: Mapping[str, object]) -> str | None:
+    """Why a class cannot be created with a folder and `arguments`, or has no `predict`. What it inherits is not
+    known."""
+    classes = [statement for statement in found if isinstance(statement, ast.ClassDef)]
+    if not classes:
+        return f"names {name}, which is not defined with `class` at the top level in {path}"
+    methods = {one.name: one for one in classes[-1].body if isinstance(one, ast.FunctionDef)}
+    if not classes[-1].bases:
+        for method in ("__init__", "predict"):
+            if method not in methods:
+                return f"names {name}, which has no method {method} in {path}"
+    if "predict" in methods and (fault := _call_fault(f"{name}.predict", methods["predict"].args, 2, {})):
+        return fault
+    return _call_fault(name, methods["__init__"].args, 2, arguments) if "__init__" in methods else None
 
 
 def _call_fault(name: str, signature: ast.arguments, given: int, arguments: Mapping[str, object]) -> str | None:

@@ -14,7 +14,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast.code.bundle import Bundle, digest_of, fetch_code, make_bundle, publish, read_bundle, require_digest
+from holdfast.code.bundle import (
+    IGNORE_FILE,
+    Bundle,
+    digest_of,
+    fetch_code,
+    make_bundle,
+    publish,
+    read_bundle,
+    require_digest,
+)
 from holdfast.code.closure import role_digest, source_text
 from holdfast.code.load import check_function, load_function
 from holdfast.runtime.environment import cache_dir, make_folder
@@ -26,6 +35,7 @@ from holdfast.spec.tree import Spec
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_file_bounded
 
+PYTHON = ("python", "python3")  # programs of a command that are this Python
 MAX_KEPT = 32 * 2**20  # bytes of a bundle's file on this machine
 _entered: list[Path] = []  # the folder of the code that this process runs
 
@@ -47,27 +57,84 @@ def resolve_code(spec: Spec, folder: Path) -> Spec:
     The bundle is kept on this machine for `publish_code`. A spec without functions, or that has its digests, is
     returned unchanged. Raises SpecError with every problem.
     """
-    named = [] if spec.train.script is not None else list(functions_of(spec))
-    if not named or (spec.code is not None and all(each.function.digest for each in named)):
+    named, command = list(functions_of(spec)), spec.evaluation.command
+    if spec.train.script is not None or not (named or command):
         return spec
-    if spec.code is not None:  # an override of a spec that was resolved before
-        return _with_digests(spec, named, _texts(read_bundle(read_kept(spec.code), spec.code)), spec.code)
-    places = {each.field: (folder / each.function.file).absolute() for each in named}
-    folders = {os.path.normpath(place.parent) for place in places.values()}
+    if spec.code is not None:
+        return with_digests(spec, spec.code, read_kept)
+    places = _places(spec, named, folder)
+    folders = {os.path.normpath(place.parent) for _, _, place in places}
     if len(folders) > 1:
-        field = f"{named[-1].field}.use"
-        remedy = "put the files of all functions into one folder; it becomes the bundle"
-        raise SpecError([Problem(field, named[-1].function.use, f"is one of {len(folders)} folders of code", remedy)])
-    missing = [each for each in named if not places[each.field].is_file()]
-    if missing:
-        raise SpecError([_missing(each, places[each.field]) for each in missing])
-    bundle = make_bundle(Path(folders.pop()))
+        remedy = "put the files of all functions and commands into one folder; it becomes the bundle"
+        field, written, _ = places[-1]
+        raise SpecError([Problem(field, written, f"is one of {len(folders)} folders of code", remedy)])
+    _require_files(places)
+    bundle = make_bundle(Path(folders.pop()) if folders else folder)
     keep(bundle)
-    return _with_digests(spec, named, _texts(read_bundle(bundle.data, bundle.digest)), bundle.digest)
+    return with_digests(with_short_command(spec), bundle.digest, lambda _: bundle.data)
 
 
-def _missing(each: Named, place: Path) -> Problem:
-    return Problem(f"{each.field}.use", each.function.use, f"names a file that does not exist: {place}", "correct it")
+Place = tuple[str, str, Path]  # a field, its text, and the file that it names
+
+
+def _places(spec: Spec, named: Sequence[Named], folder: Path) -> list[Place]:
+    """The files that functions and the evaluation command name."""
+    places = [(f"{each.field}.use", each.function.use, (folder / each.function.file).absolute()) for each in named]
+    if file := command_file(spec):
+        places.append(("evaluation.command", file, (folder / file).absolute()))
+    return places
+
+
+def _require_files(places: Sequence[Place]) -> None:
+    missing = [one for one in places if not one[2].is_file()]
+    if missing:
+        said = [(field, text, f"names a file that does not exist: {place}") for field, text, place in missing]
+        raise SpecError([Problem(field, text, message, "correct it") for field, text, message in said])
+
+
+def command_file(spec: Spec) -> str:
+    """The Python file that the evaluation command runs, relative to the folder of the spec. Empty for another one."""
+    program, *rest = spec.evaluation.command or ("",)
+    return rest[0] if program in PYTHON and rest and rest[0].endswith(".py") else ""
+
+
+def with_short_command(spec: Spec, root: str = "") -> Spec:
+    """The spec with the evaluation command as it runs in the folder of the bundle. `root` is that folder, relative to
+    the folder of the spec; by default it is the folder of the file."""
+    if not (file := command_file(spec)):
+        return spec
+    short = os.path.relpath(file, root or os.path.dirname(file) or ".")  # noqa: PTH120 - may be empty
+    command = (spec.evaluation.command[0], short, *spec.evaluation.command[2:])
+    return _changed(spec, {"evaluation.command": list(command)})
+
+
+def require_in_bundle(spec: Spec, folder: Path, root: Path) -> None:
+    """Raises SpecError for a function or an evaluation command outside of `root`, the folder of a script. Functions
+    are in files of the folder itself."""
+    places = _places(spec, list(functions_of(spec)), folder)
+    _require_files(places)
+    top = Path(os.path.normpath(root.absolute()))
+    remedy = "move it into the folder of train.script, which becomes the bundle"
+    problems = []
+    for field, text, place in places:
+        parent = Path(os.path.normpath(place.parent))
+        if not (parent == top or (field == "evaluation.command" and parent.is_relative_to(top))):
+            problems.append(Problem(field, text, f"is not in the folder of train.script, {top}", remedy))
+    if problems:
+        raise SpecError(problems)
+
+
+def with_digests(spec: Spec, code: str, read: Callable[[str], bytes]) -> Spec:
+    """The spec with the digest of its code, and of each function. `read` gives the bytes of a bundle by its digest.
+    Returned unchanged if it has all of them."""
+    named = list(functions_of(spec))
+    if spec.code == code and all(each.function.digest for each in named):
+        return spec
+    files = _texts(read_bundle(read(code), code))
+    if (file := command_file(spec)) and file not in files:
+        message, remedy = f"is left out of the code by {IGNORE_FILE}", "remove it from there"
+        raise SpecError([Problem("evaluation.command", file, message, remedy)])
+    return _with_digests(spec, named, files, code)
 
 
 def _texts(files: Sequence[Any]) -> dict[str, str]:
@@ -79,8 +146,8 @@ def _with_digests(spec: Spec, named: Sequence[Named], files: Mapping[str, str], 
     problems, digests = [], {}
     for each in named:
         function = each.function
-        use = f"{Path(function.file).name}:{function.name}"
-        if fault := check_function(files, use, each.role.given, function.keywords):
+        use = f"{Path(function.file).name}:{function.function_name}"
+        if fault := check_function(files, use, each.role.given, function.keywords, is_class=each.role.is_class):
             remedy = "correct the name, the arguments, or the function (docs/your-own-code.md)"
             problems.append(Problem(f"{each.field}.use", function.use, fault, remedy))
         else:

@@ -11,26 +11,31 @@ from pathlib import Path, PurePosixPath
 
 from holdfast.code.bundle import IGNORE_FILE, Bundle, make_bundle
 from holdfast.code.closure import parse_source, source_text
-from holdfast.code.resolve import keep
+from holdfast.code.resolve import keep, read_kept, require_in_bundle, with_digests, with_short_command
 from holdfast.spec import Spec
 from holdfast.spec.errors import Problem, SpecError
 
 
 def resolve_script(spec: Spec, folder: Path) -> Spec:
-    """The spec with the digest of its script's bundle, which is kept on this machine. The script is relative to
-    `folder`; its own folder is the bundle. Other specs are returned unchanged. Raises SpecError."""
-    if spec.train.script is None or spec.code is not None:
+    """The spec with the digests of its script's bundle and of its functions. The bundle is kept on this machine. The
+    script is relative to `folder`; its own folder is the bundle. Other specs are returned unchanged. Raises
+    SpecError."""
+    if spec.train.script is None:
         return spec
+    if spec.code is not None:  # an override of a spec that was resolved before
+        return with_digests(spec, spec.code, read_kept)
     path = folder / spec.train.script
     if not path.is_file():
         remedy = "correct the path, which is relative to the folder of the spec"
         raise SpecError([Problem("train.script", spec.train.script, f"does not exist: {path.absolute()}", remedy)])
+    require_in_bundle(spec, folder, path.parent)
     bundle = make_bundle(path.parent, spec.train.include)
     if (fault := _fault(path, bundle)) is not None:
         raise SpecError([Problem("train.script", spec.train.script, *fault)])
     keep(bundle)
-    train = spec.train.model_copy(update={"script": PurePosixPath(spec.train.script).name})
-    return spec.model_copy(update={"train": train, "code": bundle.digest})
+    spec = with_short_command(spec, str(PurePosixPath(spec.train.script).parent))
+    train = spec.train.model_copy(update={"script": path.name})
+    return with_digests(spec.model_copy(update={"train": train}), bundle.digest, lambda _: bundle.data)
 
 
 def _fault(path: Path, bundle: Bundle) -> tuple[str, str] | None:

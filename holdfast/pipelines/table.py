@@ -58,15 +58,17 @@ FAN_OUT_EDGES = (
 
 
 def edges_of(spec: Spec) -> tuple[Edge, ...]:
-    """The edges of the DAG of a spec. A training script is the only step of its DAG."""
-    if spec.train.script is not None:
-        return ()
-    return EDGES if spec.data.fan_out == 1 else FAN_OUT_EDGES
+    """The edges of the DAG of a spec. Without data it begins with training. It ends with a script that is not
+    evaluated."""
+    edges = EDGES if spec.data.fan_out == 1 else FAN_OUT_EDGES
+    if not spec.data.sources:
+        edges = (Edge("trigger", SCRIPT_START, when="due"), *edges[2:])
+    return edges if spec.is_evaluated else tuple(edge for edge in edges if edge.before not in ("train", "evaluate"))
 
 
 def start_of(spec: Spec) -> str:
     """The first step of the DAG of a spec without a retraining check."""
-    if spec.train.script is not None:
+    if not spec.data.sources:
         return SCRIPT_START
     return START if spec.data.fan_out == 1 else FAN_OUT_START
 

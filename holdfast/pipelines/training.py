@@ -16,14 +16,16 @@ def training(step: Pipeline) -> None:
 
 
 def train_and_register(step: Pipeline) -> None:
-    """The four steps; each resumes its work and returns what it has already finished. A training script has only its
-    own step."""
-    if step.trains_script:
-        step("train")
+    """The steps; each resumes its work and returns what it has already finished. A training script may have no data,
+    and no evaluation."""
+    if step.has_data:
+        dataset = preprocess_in_parallel(step) if step.fan_out > 1 else step("preprocess")
+        model = step("train", dataset_id=dataset)
+        step.show_artifacts(dataset, model)
+    else:
+        model = step("train")
+    if not step.is_evaluated:
         return
-    dataset = preprocess_in_parallel(step) if step.fan_out > 1 else step("preprocess")
-    model = step("train", dataset_id=dataset)
-    step.show_artifacts(dataset, model)
     verdict = step("evaluate", run_id=model)
     with dsl.If(verdict.outputs["Output"] == "blessed", name="if-blessed"):
         step("register", run_id=model)

@@ -26,6 +26,7 @@ from holdfast.model.token_logprobs import CHUNK, token_logprobs
 from holdfast.objectives.interface import ObjectiveInputs
 from holdfast.objectives.micro_batches import micro_batches
 from holdfast.objectives.preference import RewardModel
+from holdfast.scoring.own import number_of
 from holdfast.scoring.verdict import Measured
 from holdfast.spec.errors import DataError, UserCodeError
 from holdfast.spec.operations import Metric
@@ -122,7 +123,7 @@ def own_metrics(decoder: Decoder, rows: Callable[[], Iterable[Tokens]], metrics:
     """The metrics of user code on the counted targets of `rows`, by name. Raises UserCodeError for a metric that fails,
     or returns no number."""
     values: dict[str, float] = {}
-    for metric in metrics:
+    for metric in (metric for metric in metrics if metric.use is not None):
         function = bind(metric)
         try:
             with torch.inference_mode():
@@ -131,11 +132,7 @@ def own_metrics(decoder: Decoder, rows: Callable[[], Iterable[Tokens]], metrics:
             raise
         except Exception as error:
             raise UserCodeError(f"{metric.use}: failed: {describe(error, Path(entered_folder()))}") from error
-        if isinstance(value, Tensor) and value.numel() == 1:
-            value = value.item()
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise UserCodeError(f"{metric.use}: returned {type(value).__name__}; return one number")
-        values[metric.name] = float(value)
+        values[metric.label] = number_of(value, metric)
     return values
 
 

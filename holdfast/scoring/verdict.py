@@ -48,8 +48,19 @@ class TaskScore(Record):
         )
 
 
-class Measured(Record):
-    """Metrics of a model on held-out text."""
+class OwnFigures(Record):
+    """Metrics of an export that a user's command and functions give."""
+
+    own: dict[str, float] = {}  # by name
+
+    @property
+    def figures(self) -> dict[str, float | int]:
+        """All metrics by name: `metric.NAME`."""
+        return {f"metric.{name}": value for name, value in self.own.items()}
+
+
+class Measured(OwnFigures):
+    """Metrics of a model on held-out text, with those of user code."""
 
     loss: float  # mean cross-entropy in nats per token
     perplexity: float  # exp(loss)
@@ -58,14 +69,13 @@ class Measured(Record):
     text_bytes: int  # UTF-8 bytes of the scored text
     reward_accuracy: float | None = None  # of a reward model: the share of pairs in the right order
     tasks: tuple[TaskScore, ...] = ()
-    own: dict[str, float] = {}  # metrics of user code, by name
 
     @property
     def figures(self) -> dict[str, float | int]:
         """All metrics by name; a task's is `task.NAME.METRIC`, and one of user code `metric.NAME`."""
         figures: dict[str, float | int] = self.model_dump(exclude={"tasks", "own"}, exclude_none=True)
         figures |= {f"task.{task.task}.{task.metric}": task.value for task in self.tasks}
-        return figures | {f"metric.{name}": value for name, value in self.own.items()}
+        return figures | super().figures
 
 
 EVALUATION_VERSION = 4  # raise by hand when the same model would get other figures
@@ -98,7 +108,7 @@ class Opponent(Record):
     version: int
     run_id: str
     state_digest: str
-    measured: Measured | None
+    measured: Measured | OwnFigures | None
     note: str
 
 
@@ -113,7 +123,7 @@ class Verdict(Record):
     device: str  # that scored the model: cpu, cuda, ...
     champion: Opponent | None = None
     run_id: str
-    dataset_id: str
+    dataset_id: str  # empty for a script without data
     step: int
     checkpoint: str
     export: str
@@ -137,15 +147,16 @@ class Verdict(Record):
 def settings_key(spec: Spec) -> str:
     """A digest of the evaluation settings without the champion. The keys of all verdicts under them begin with it."""
     settings = spec.evaluation.model_dump(mode="json")
-    if not spec.evaluation.metrics:
-        del settings["metrics"]  # keys are older than the field
-    return digest(
-        {
-            "version": EVALUATION_VERSION,
-            "settings": settings,
-            "registered_model": spec.registered_model,
-        }
-    )
+    for name in ("metrics", "command", "load"):
+        if not settings[name]:
+            del settings[name]  # keys are older than the field
+    for metric in settings.get("metrics", ()):
+        if metric["name"] is None:
+            del metric["name"]
+    key = {"version": EVALUATION_VERSION, "settings": settings, "registered_model": spec.registered_model}
+    if spec.evaluation.command:
+        key["code"] = spec.code  # what a command reaches is not known
+    return digest(key)
 
 
 def key_against(spec: Spec, champion: Champion | None) -> str:

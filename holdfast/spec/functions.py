@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field, model_validator
@@ -84,8 +84,8 @@ class Function(Section):
         return self.use.rpartition(":")[0]
 
     @property
-    def name(self) -> str:
-        """The name of the function."""
+    def function_name(self) -> str:
+        """The name of the function in its file."""
         return self.use.rpartition(":")[2]
 
 
@@ -96,6 +96,7 @@ class Role:
     field: str  # with [] for the items of a list
     given: int  # values that Holdfast passes
     in_ranks: bool = False  # whether ranks call it
+    is_class: bool = False  # whether it is a class, which is created with these values
 
 
 ROLES = (
@@ -103,7 +104,9 @@ ROLES = (
     Role("data.cleaning.filters[]", 1),
     Role("training.objective", 2, in_ranks=True),
     Role("training.schedule.factor", 2, in_ranks=True),
+    Role("evaluation.load", 1),
     Role("evaluation.metrics[]", 2),
+    Role("registration.serve", 1, is_class=True),
     Role("telemetry.observers[]", 2, in_ranks=True),
 )
 
@@ -118,8 +121,11 @@ class Named:
 
 
 def functions_of(spec: Spec) -> Iterator[Named]:
-    """All functions that a spec names."""
-    return _named(spec, ROLES)
+    """All functions that a spec names. With a training script, a metric gets only the model that `evaluation.load`
+    returns."""
+    for named in _named(spec, ROLES):
+        is_alone = spec.train.script is not None and named.role.field == "evaluation.metrics[]"
+        yield replace(named, role=replace(named.role, given=1)) if is_alone else named
 
 
 def rank_functions(spec: object) -> dict[str, dict[str, Any]]:

@@ -7,11 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field, StringConstraints
 
 from holdfast.spec.cluster import LabelKey, LabelValue, NamespaceName, ObjectName, Quantity, Toleration
-from holdfast.spec.functions import Function
+from holdfast.spec.functions import USE, Function
 from holdfast.spec.section import Section, runtime_field
 
 # A name that MLflow accepts, and that can be parsed from `holdfast models generate NAME@ALIAS` and `NAME/VERSION`.
 RegistryName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_. -]{0,198}[A-Za-z0-9_])?$")]
+
+
+MetricName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]([A-Za-z0-9_./ -]{0,98}[A-Za-z0-9_])?$")]
 
 
 class Task(Section):
@@ -30,9 +33,18 @@ class Task(Section):
 
 
 class Metric(Function):
-    """A metric of your own code: a function of the model and the held-out batches (tokens, targets, counted) that
-    returns a number. Keys that are no fields are passed to it by name. See docs/your-own-code.md."""
+    """A metric of your own, and its conditions. Give `use`: a function of the model and the held-out batches (tokens,
+    targets, counted) that returns a number. Or give only `name`: a number that `evaluation.command` writes. Keys that
+    are no fields are passed to the function by name. See docs/your-own-code.md."""
 
+    use: str | None = runtime_field(  # type: ignore[assignment]
+        None,
+        "The function: a Python file, relative to the folder of the spec, and the name of a function in it.",
+        pattern=USE,
+    )
+    name: MetricName | None = runtime_field(
+        None, "Name of the metric. Default: the name of the function. Without `use`: a name of the command's file."
+    )
     at_least: float | None = runtime_field(None, "Bless only a model with this value or a higher one.")
     at_most: float | None = runtime_field(None, "Bless only a model with this value or a lower one.")
     versus_champion: Literal["ignore", "not_worse", "better"] = runtime_field(
@@ -40,6 +52,15 @@ class Metric(Function):
     )
     higher_is_better: bool = runtime_field(True, "Whether a higher value is better (`versus_champion`).")
     tolerance: float = runtime_field(0.0, "`not_worse` allows a value that is this much worse.", ge=0)
+
+    @classmethod
+    def _of_text(cls, value: str) -> dict[str, object]:
+        return {"use": value} if ":" in value else {"name": value}
+
+    @property
+    def label(self) -> str:
+        """The name of the metric in verdicts."""
+        return self.name or (self.function_name if self.use else "")
 
 
 class Evaluation(Section):
@@ -51,7 +72,19 @@ class Evaluation(Section):
     max_loss: float | None = runtime_field(None, "Bless only below this mean loss, in nats per token.", gt=0)
     max_perplexity: float | None = runtime_field(None, "Bless only below this perplexity.", gt=1)
     max_bits_per_byte: float | None = runtime_field(None, "Bless only below this many bits per byte of text.", gt=0)
-    metrics: tuple[Metric, ...] = runtime_field((), "Metrics of your own code.", max_length=16)
+    command: tuple[Annotated[str, StringConstraints(min_length=1)], ...] = runtime_field(
+        (),
+        "A command that scores an export, such as `[python, score.py]`. It runs in the folder of your code. "
+        "HOLDFAST_EXPORT names the folder of the exported model, and HOLDFAST_METRICS the file for its result: a JSON "
+        "object of names and numbers. See docs/your-own-code.md.",
+        max_length=1000,
+    )
+    load: Function | None = Field(
+        None,
+        description="With `train.script`: a function of the folder of an export that returns the model for `metrics`.",
+        json_schema_extra={"role": "neither"},
+    )
+    metrics: tuple[Metric, ...] = runtime_field((), "Metrics of your own.", max_length=16)
     versus_champion: Literal["not_worse", "better", "ignore"] = runtime_field(
         "not_worse", "Required comparison with the champion on the same held-out data, in bits per byte."
     )
@@ -78,6 +111,12 @@ class Registration(Section):
     model: RegistryName | None = runtime_field(None, "Name of the registered model. Default: the spec's name.")
     experiment: str | None = runtime_field(
         None, "MLflow experiment. Default: the spec's name.", min_length=1, max_length=200
+    )
+    serve: Function | None = Field(
+        None,
+        description="With `train.script`: a class that serves the exported model in MLflow. It is created with the "
+        "folder of the export, and its method `predict` gets the input. See docs/your-own-code.md.",
+        json_schema_extra={"role": "neither"},
     )
     promote: bool = runtime_field(
         True, "Move the `champion` alias to a blessed model. If false, it becomes `challenger`."

@@ -87,6 +87,11 @@ class Spec(Section):
         return self.training.global_batch // (self.training.micro_batch * self.data_parallel_size)
 
     @property
+    def is_evaluated(self) -> bool:
+        """Whether steps after training score and register the model. A training script says how: by `evaluation`."""
+        return self.train.script is None or bool(self.evaluation.command or self.evaluation.metrics)
+
+    @property
     def registered_model(self) -> str:
         """Name of the registered model, with the default resolved."""
         return self.registration.model or self.name

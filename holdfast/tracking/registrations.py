@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mlflow.entities.model_registry import ModelVersion
 
 _SQLITE = "sqlite:///"
-COMPARED_TAGS = ("run_id", "dataset_id", "export", "state_digest", "export_digest", "verdict", "verdict_digest")
+COMPARED_TAGS = ("run_id", "dataset_id", "code", "export", "state_digest", "export_digest", "verdict", "verdict_digest")
 
 
 class Registration(BaseModel):

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from holdfast.components.evaluate.step import checks, decide
+from holdfast.components.evaluate.checks import checks, decide
 from holdfast.scoring import Measured, Verdict
 from holdfast.scoring.verdict import Opponent
 from holdfast.spec.operations import Evaluation

@@ -5,8 +5,8 @@ import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
+from holdfast.components.evaluate.checks import checks, decide
 from holdfast.components.evaluate.report import draw
-from holdfast.components.evaluate.step import checks, decide
 from holdfast.pages.charts import Chart, Series, draw_chart, smooth, thin
 from holdfast.scoring import Measured, Verdict
 from holdfast.scoring.verdict import Opponent, Sample

@@ -11,7 +11,7 @@ import pytest
 from mlflow import MlflowClient
 
 from holdfast.components.register import registration
-from holdfast.components.register.registration import promote_in_order
+from holdfast.components.register.promotion import promote_in_order
 from holdfast.runtime.environment import tracking_uri
 from holdfast.store import Store
 from holdfast.tracking import Champion, champion, connect, promote, rollback

@@ -29,11 +29,12 @@ from holdfast.telemetry.cost import cost
 from holdfast.telemetry.ledger import ledger
 
 NEWS = 50  # newest events that are listed
+OWN = "metric."  # begins the names of metrics of user code
 CURVES = ("loss", "grad_norm", "learning_rate", "tokens_per_second")
 
 
-def draw(spec: Spec, verdict: Verdict, manifest: Manifest, store: Store) -> str:
-    """The whole page. Data that the store no longer has is left out."""
+def draw(spec: Spec, verdict: Verdict, manifest: Manifest | None, store: Store) -> str:
+    """The whole page. Data that the store no longer has is left out. A script may have no dataset (`manifest`)."""
     history = read_history(store, verdict.run_id)
     result = _json(store, layout.result(verdict.run_id)) or {}
     attempts, events = _attempts(store, verdict.run_id, history), read_events(store, verdict.run_id)
@@ -47,23 +48,24 @@ def draw(spec: Spec, verdict: Verdict, manifest: Manifest, store: Store) -> str:
         tiles=_tiles(verdict, result, history) + account_tiles(account, cost(spec, events, account)),
         curves=_curves(verdict, history, attempts) if len(history) > 1 else None,
         comparison=_comparison(verdict),
-        data=_data(manifest),
+        data=_data(manifest) if manifest is not None else None,
         attempts=[attempt.row for attempt in attempts],
         news=_news(events),
         time=draw_time(account) if account.total else None,
         wall=_duration(result["seconds"]) if "seconds" in result else "",
         plan=_plan([Segment.model_validate(segment) for segment in result.get("segments", [])]),
-        lineage=_lineage(verdict, manifest, store),
+        lineage=_lineage(spec, verdict, manifest, store),
     )
 
 
 def _tiles(verdict: Verdict, result: dict[str, Any], history: Sequence[Row]) -> list[tuple[str, str, str]]:
     """Title, value and unit of the figures at the top."""
+    is_text = "loss" in verdict.metrics
     speeds = [row["tokens_per_second"] for row in history if "tokens_per_second" in row]
     tiles = [
-        ("Held-out loss", f"{verdict.metrics['loss']:.4f}", "nats a token"),
-        ("Perplexity", f"{verdict.metrics['perplexity']:.4g}", "exp of the loss"),
-        ("Bits per byte", f"{verdict.metrics['bits_per_byte']:.4f}", "of UTF-8 text"),
+        ("Held-out loss", f"{verdict.metrics['loss']:.4f}", "nats a token") if is_text else None,
+        ("Perplexity", f"{verdict.metrics['perplexity']:.4g}", "exp of the loss") if is_text else None,
+        ("Bits per byte", f"{verdict.metrics['bits_per_byte']:.4f}", "of UTF-8 text") if is_text else None,
         ("Parameters", number(result["parameters"]), "trained") if result.get("parameters") else None,
         ("Tokens", number(result["tokens"]), f"in {verdict.step:,} steps") if result.get("tokens") else None,
         ("Throughput", number(statistics.median(speeds)), "tokens a second, median") if speeds else None,
@@ -73,7 +75,12 @@ def _tiles(verdict: Verdict, result: dict[str, Any], history: Sequence[Row]) -> 
         (f"Task {task.task}", f"{task.value:.4g}", f"{task.metric}, {task.examples:,} examples")
         for task in verdict.tasks
     ]
-    return [tile for tile in tiles if tile is not None] + tasks
+    own = [
+        (name.removeprefix(OWN), f"{value:.4g}", "metric of your own")
+        for name, value in verdict.metrics.items()
+        if name.startswith(OWN)
+    ]
+    return [tile for tile in tiles if tile is not None] + own + tasks
 
 
 def _curves(verdict: Verdict, history: Sequence[Row], attempts: Sequence[_Attempt]) -> dict[str, Any]:
@@ -83,10 +90,11 @@ def _curves(verdict: Verdict, history: Sequence[Row], attempts: Sequence[_Attemp
         if attempt.steps is not None
     ]
     loss, norm, rate, speed = (points(history, name) for name in CURVES)
+    held_out = verdict.metrics.get("loss")
     large = Chart(
-        "Training loss, nats a token",
+        "Training loss, nats a token" if held_out is not None else "Training loss",
         [Series("loss", loss, "faint"), Series("average", smooth(loss), "first")],
-        level=("held-out", float(verdict.metrics["loss"])),
+        level=None if held_out is None else ("held-out", float(held_out)),
         marks=marks,
     )
     small = [
@@ -94,8 +102,10 @@ def _curves(verdict: Verdict, history: Sequence[Row], attempts: Sequence[_Attemp
         Chart("Learning rate", [Series("rate", rate, "third")], 520, 190, True),
         Chart("Throughput, tokens a second", [Series("tokens/s", speed, "fourth")], 1080, 170, True, marks=marks),
     ]
+    small = [chart for chart in small if held_out is not None or chart.series[0].points]  # a script logs what it likes
     return {
-        "large": _drawn(large),
+        "large": _drawn(large) if loss or held_out is not None else None,
+        "level": held_out is not None,
         "small": [_drawn(chart) for chart in small],
         "resumed": bool(marks),
         "rows": [[f"{row['step']:,}", *(_cell(row, name) for name in CURVES)] for row in _evenly(history, 20)],
@@ -110,8 +120,15 @@ def _comparison(verdict: Verdict) -> list[list[str]] | None:
     """This model and the champion, row by row. None if nothing was compared."""
     if verdict.champion is None or verdict.champion.measured is None:
         return None
-    ours, theirs = Measured.model_validate(verdict.metrics), verdict.champion.measured
-    rows = []
+    theirs = verdict.champion.measured
+    own = [
+        [f"Metric {name}", f"{verdict.metrics[f'{OWN}{name}']:.4f}", f"{other:.4f}", ""]
+        for name, other in theirs.own.items()
+        if f"{OWN}{name}" in verdict.metrics
+    ]
+    if not isinstance(theirs, Measured):
+        return own
+    ours, rows = Measured.model_validate(verdict.metrics), []
     for title, value, other in (
         ("Bits per byte", ours.bits_per_byte, theirs.bits_per_byte),
         ("Loss, nats a token", ours.loss, theirs.loss),
@@ -123,6 +140,7 @@ def _comparison(verdict: Verdict) -> list[list[str]] | None:
     for task, other in pairs:
         change = f"{task.value - other:+.4f}"
         rows.append([f"Task {task.task}, {task.metric}", f"{task.value:.4f}", f"{other:.4f}", change])
+    rows += own
     rows.append(["Tokens scored", f"{ours.tokens:,}", f"{theirs.tokens:,}", ""])
     rows.append(["Bytes of text", f"{ours.text_bytes:,}", f"{theirs.text_bytes:,}", ""])
     return rows
@@ -162,12 +180,13 @@ def _plan(segments: Sequence[Segment]) -> dict[str, Any] | None:
     }
 
 
-def _lineage(verdict: Verdict, manifest: Manifest, store: Store) -> list[tuple[str, str]]:
+def _lineage(spec: Spec, verdict: Verdict, manifest: Manifest | None, store: Store) -> list[tuple[str, str]]:
     from holdfast.tracking.artifacts import git_commit
 
     facts = [
         ("Run", verdict.run_id),
-        ("Dataset", verdict.dataset_id),
+        *([("Dataset", verdict.dataset_id)] if verdict.dataset_id else []),
+        *([("Your code", spec.code)] if spec.code else []),
         ("Checkpoint", verdict.checkpoint),
         ("State digest", verdict.state_digest),
         ("Exported model", verdict.export),
@@ -175,9 +194,10 @@ def _lineage(verdict: Verdict, manifest: Manifest, store: Store) -> list[tuple[s
         ("Verdict", layout.verdict(verdict.run_id, verdict.key)),
         ("Scored on", verdict.device),
         ("Code, Git commit", git_commit() or "not in a Git repository"),
-        ("Tokenizer digest", manifest.tokenizer.digest),
     ]
-    for source in manifest.sources:
+    if manifest is not None:
+        facts.append(("Tokenizer digest", manifest.tokenizer.digest))
+    for source in () if manifest is None else manifest.sources:
         lineage = source.lineage
         facts.append((f"Source {source.uri}", f"{lineage.kind}, {lineage.files:,} files, digest {lineage.digest}"))
         if lineage.revision:

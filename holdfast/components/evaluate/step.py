@@ -8,161 +8,31 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
 from holdfast.code.resolve import enter_code
+from holdfast.components.evaluate.checks import checks, decide
 from holdfast.components.evaluate.report import draw
 from holdfast.dataset import Dataset
+from holdfast.dataset.manifest import load_manifest
 from holdfast.model.exported import require_intact
 from holdfast.model.generate import generate
 from holdfast.runtime.environment import cache_dir
 from holdfast.scoring import key_against, reached_against, settings_key
 from holdfast.scoring.device import scoring_devices
 from holdfast.scoring.models import ExportedModel, score_champion, score_model
+from holdfast.scoring.own import score_export
 from holdfast.scoring.tasks import TaskFiles, find_task
-from holdfast.scoring.verdict import Check, Measured, Opponent, Sample, TaskScore, Verdict, Word
-from holdfast.spec.errors import DataError, MissingError, UnscorableChampionError
-from holdfast.spec.operations import Evaluation, Metric, Task
+from holdfast.scoring.verdict import Measured, Opponent, OwnFigures, Sample, Verdict
+from holdfast.spec.errors import DataError, MissingError, UnscorableChampionError, UserCodeError
 from holdfast.spec.tree import Spec
-from holdfast.store import Store, layout
+from holdfast.store import Store, layout, open_store
 
 if TYPE_CHECKING:
-    import torch
-
     from holdfast.tracking import Champion
-
-# Checks from measurements to a verdict: each condition of the spec's evaluation section, and the decision.
-#
-# A number that is not finite never blesses, under any settings. The same measurements give the same verdict.
-# `holdfast.scoring` measures.
-
-
-def checks(settings: Evaluation, measured: Measured, champion: Opponent | None) -> tuple[Check, ...]:
-    """Every condition of the settings, each with its value, its bound and a sentence."""
-    finite = all(math.isfinite(value) for value in (measured.loss, measured.perplexity, measured.bits_per_byte))
-    checks_made = [
-        Check(
-            name="finite",
-            value=measured.loss,
-            bound=None,
-            passed=finite,
-            sentence=f"The held-out loss is {measured.loss:.4f} nats a token."
-            if finite
-            else f"The held-out loss is {measured.loss}, perplexity {measured.perplexity}: not finite numbers.",
-        )
-    ]
-    for name, description, value, bound in (
-        ("max_loss", "held-out loss", measured.loss, settings.max_loss),
-        ("max_perplexity", "perplexity", measured.perplexity, settings.max_perplexity),
-        ("max_bits_per_byte", "bits per byte", measured.bits_per_byte, settings.max_bits_per_byte),
-    ):
-        if bound is not None:
-            passed = value < bound  # False for NaN
-            sentence = (
-                f"{description.capitalize()} {value:.4f} is {'below' if passed else 'not below'} the bound {bound:g}."
-            )
-            checks_made.append(Check(name=name, value=value, bound=bound, passed=passed, sentence=sentence))
-    for task, score in zip(settings.tasks, measured.tasks, strict=True):
-        checks_made.extend(_of_task(task, score, champion))
-    for metric in settings.metrics:
-        checks_made.extend(_of_metric(metric, measured.own[metric.name], champion))
-    if champion is not None:
-        checks_made.append(_versus(settings, measured.bits_per_byte, champion))
-    return tuple(checks_made)
-
-
-def decide(made: tuple[Check, ...]) -> tuple[Word, tuple[str, ...]]:
-    """The outcome, and its reasons. Failed checks come first."""
-    word: Word = "blessed" if all(check.passed for check in made) else "not_blessed"
-    return word, tuple(check.sentence for check in sorted(made, key=lambda check: check.passed))
-
-
-def _of_task(task: Task, score: TaskScore, champion: Opponent | None) -> Iterator[Check]:
-    """The checks of a downstream task, if it has bounds."""
-    name, subject = f"task.{score.task}.{score.metric}", f"Task {score.task}: {score.metric} {score.value:.4f}"
-    sign = 1 if score.higher_is_better else -1
-    if task.bound is not None:
-        passed = sign * score.value >= sign * task.bound  # False for NaN
-        relation = "reaches" if passed else "does not reach"
-        yield Check(
-            name=name,
-            value=score.value,
-            bound=task.bound,
-            passed=passed,
-            sentence=f"{subject} {relation} {task.bound:g}.",
-        )
-    if task.champion_tolerance is None or champion is None or champion.measured is None:
-        return
-    theirs = next(
-        (score_of_champion for score_of_champion in champion.measured.tasks if score_of_champion.asks_the_same(score)),
-        None,
-    )
-    if theirs is None or not math.isfinite(theirs.value):
-        sentence = f"{subject}: the champion has no figure to compare with."
-        yield Check(name=f"{name}.versus_champion", value=score.value, bound=None, passed=True, sentence=sentence)
-        return
-    bound = theirs.value - sign * task.champion_tolerance
-    passed = sign * score.value >= sign * bound
-    sentence = (
-        f"{subject} against {theirs.value:.4f} of the champion {champion.model} version {champion.version}: "
-        f"{'' if passed else 'not '}within {task.champion_tolerance:g}."
-    )
-    yield Check(name=f"{name}.versus_champion", value=score.value, bound=bound, passed=passed, sentence=sentence)
-
-
-def _of_metric(metric: Metric, value: float, champion: Opponent | None) -> Iterator[Check]:
-    """The checks of a metric of user code: that it is finite, its bounds, and the comparison with the champion."""
-    name, subject = f"metric.{metric.name}", f"Metric {metric.name}: {value:.4f}"
-    if not math.isfinite(value):
-        yield Check(name=name, value=value, bound=None, passed=False, sentence=f"{subject} is not a finite number.")
-        return
-    for bound, reaches, sign in ((metric.at_least, "at least", 1), (metric.at_most, "at most", -1)):
-        if bound is not None:
-            passed = sign * value >= sign * bound
-            sentence = f"{subject} is {'' if passed else 'not '}{reaches} {bound:g}."
-            yield Check(name=name, value=value, bound=bound, passed=passed, sentence=sentence)
-    if metric.versus_champion == "ignore" or champion is None or champion.measured is None:
-        return
-    theirs = champion.measured.own.get(metric.name, math.nan)
-    opponent = f"champion {champion.model} version {champion.version}"
-    if not math.isfinite(theirs):
-        sentence = f"{subject}: the {opponent} has no finite figure to compare with."
-        yield Check(name=f"{name}.versus_champion", value=value, bound=None, passed=True, sentence=sentence)
-        return
-    sign, better = 1 if metric.higher_is_better else -1, metric.versus_champion == "better"
-    bound = theirs if better else theirs - sign * metric.tolerance
-    passed = sign * value > sign * bound if better else sign * value >= sign * bound
-    relation = f"{'' if passed else 'not '}{'better' if better else 'as good'}"
-    sentence = f"{subject} against {theirs:.4f} of the {opponent}: {relation}."
-    yield Check(name=f"{name}.versus_champion", value=value, bound=bound, passed=passed, sentence=sentence)
-
-
-def _versus(settings: Evaluation, value: float, champion: Opponent) -> Check:
-    """The comparison with the champion. A champion that cannot be measured blocks nothing, which the sentence
-    states."""
-    opponent = f"champion {champion.model} version {champion.version}"
-    if champion.measured is None:
-        return Check(
-            name="versus_champion", value=value, bound=None, passed=math.isfinite(value), sentence=champion.note
-        )
-    theirs = champion.measured.bits_per_byte
-    if not math.isfinite(theirs):
-        passed, sentence = math.isfinite(value), f"The {opponent} has {theirs} bits per byte on the same text."
-        return Check(name="versus_champion", value=value, bound=None, passed=passed, sentence=sentence)
-    better = settings.versus_champion == "better"
-    bound = theirs if better else theirs * (1 + settings.champion_tolerance)
-    passed = value < bound if better else value <= bound
-    relation = "below" if better else "at most"
-    allowed = f" (with {settings.champion_tolerance:.2%} tolerance)" if bound != theirs else ""
-    sentence = (
-        f"{value:.4f} bits per byte against {theirs:.4f} of the {opponent} on the same text: "
-        f"{'' if passed else 'not '}{relation} {bound:.4f}{allowed}."
-    )
-    return Check(name="versus_champion", value=value, bound=bound, passed=passed, sentence=sentence)
-
 
 log = logging.getLogger("holdfast.evaluate")
 
@@ -171,7 +41,8 @@ class Trained(BaseModel):
     """The fields of `result.json` that this step reads."""
 
     run_id: str
-    dataset_id: str
+    dataset_id: str = ""  # empty for a script without data
+    code: str = ""  # digest of the bundle of a script
     step: int
     checkpoint: str
     export: str
@@ -189,9 +60,15 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
 
     - MissingError if the run has not finished or its files are missing.
     - DataError without held-out text, or for a damaged export.
+    - UserCodeError for a command or a metric that fails.
     - UnscorableChampionError, and ForeignVersionError for a champion of another store.
     """
     trained = _trained(store, run_id)
+    if not trained.export:
+        raise MissingError(
+            f"run {run_id}: its script exported nothing, so nothing can be scored; call session.export(model) after the "
+            "last step, and run the changed script, which is another run"
+        )
     require_intact(store, trained.export, trained.export_digest, changed=True)
     champion = _champion(spec, store)
     if champion is not None and _is_champion(trained, champion) and (earlier := _blessed(spec, store, trained)):
@@ -203,24 +80,11 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
         _mirror(spec, existing, store)  # its writer may have died before this
         return existing
 
-    dataset = Dataset.open(store, trained.dataset_id, cache_dir())
-    devices = scoring_devices(spec.cluster)
-    model = ExportedModel.load(store, trained.export, devices, trained.export_digest)
-    if spec.evaluation.metrics:
+    if spec.evaluation.metrics or spec.evaluation.command:
         enter_code(store, spec.code)
-    measured = score_model(
-        model,
-        dataset,
-        spec.evaluation.max_tokens,
-        tasks,
-        document_masks=spec.data.document_masks,
-        metrics=spec.evaluation.metrics,
-    )
-    samples = _samples(spec, model) if math.isfinite(measured.loss) else ()
-    opponent = None
-    if champion is not None:
-        compared = [task for task in tasks if task.task.champion_tolerance is not None]
-        opponent = _oppose(spec, champion, trained, dataset, devices, compared, context=model.decoder.shape.context)
+    scorer = _TextScorer(spec, store, trained, tasks) if spec.train.script is None else _ExportScorer(spec)
+    measured = scorer.score_candidate(store, trained)
+    opponent = None if champion is None else _oppose(spec, champion, trained, scorer)
     checklist = checks(spec.evaluation, measured, opponent)
     decision, reasons = decide(checklist)
     verdict = Verdict(
@@ -228,7 +92,7 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
         reasons=reasons,
         checks=checklist,
         metrics=measured.figures,
-        device=devices[0].type,
+        device=scorer.device,
         champion=opponent,
         run_id=run_id,
         dataset_id=trained.dataset_id,
@@ -239,15 +103,90 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
         state_digest=trained.state_digest,
         key=key,
         settings=spec.evaluation,
-        samples=samples,
-        tasks=measured.tasks,
+        samples=scorer.samples,
+        tasks=measured.tasks if isinstance(measured, Measured) else (),
     )
-    store.put_if_absent(layout.verdict(run_id, key, "html"), draw(spec, verdict, dataset.manifest, store).encode())
+    manifest = load_manifest(store, trained.dataset_id) if trained.dataset_id else None
+    store.put_if_absent(layout.verdict(run_id, key, "html"), draw(spec, verdict, manifest, store).encode())
     if not store.put_if_absent(layout.verdict(run_id, key), verdict.dump()):
         verdict = _read(store, run_id, key) or verdict  # another evaluation was first, on other hardware
     _mirror(spec, verdict, store)
     log.info("run %s: %s. %s", run_id, verdict.word.replace("_", " "), " ".join(verdict.reasons))
     return verdict
+
+
+class _TextScorer:
+    """Scores models of Holdfast's own loop on held-out text, and by the metrics and the command of the spec."""
+
+    def __init__(self, spec: Spec, store: Store, trained: Trained, tasks: Sequence[TaskFiles]) -> None:
+        self._spec, self._tasks = spec, tasks
+        self._dataset = Dataset.open(store, trained.dataset_id, cache_dir())
+        self._devices = scoring_devices(spec.cluster)
+        self.device = self._devices[0].type
+        self.samples: tuple[Sample, ...] = ()
+
+    def score_candidate(self, store: Store, trained: Trained) -> OwnFigures:
+        """The metrics of the run. Its samples are `samples` from here on."""
+        evaluation = self._spec.evaluation
+        model = ExportedModel.load(store, trained.export, self._devices, trained.export_digest)
+        measured = score_model(
+            model,
+            self._dataset,
+            evaluation.max_tokens,
+            self._tasks,
+            document_masks=self._spec.data.document_masks,
+            metrics=evaluation.metrics,
+        )
+        self._context = model.decoder.shape.context
+        if math.isfinite(measured.loss):
+            self.samples = _samples(self._spec, model)
+        return self._with_command(measured, store, trained.export, trained.export_digest)
+
+    def score_champion(self, champion: Champion) -> tuple[OwnFigures, str]:
+        """The metrics of a champion on the same text, and a sentence about it."""
+        evaluation = self._spec.evaluation
+        measured, note = score_champion(
+            champion,
+            self._dataset,
+            evaluation.max_tokens,
+            self._devices,
+            self._context,
+            [task for task in self._tasks if task.task.champion_tolerance is not None],
+            self._spec.model.head,
+            evaluation.metrics,
+        )
+        origin = open_store(champion.store_url)
+        return self._with_command(measured, origin, champion.export, champion.export_digest), note
+
+    def _with_command(self, measured: Measured, store: Store, export: str, expected: str) -> Measured:
+        if not self._spec.evaluation.command:
+            return measured
+        values = score_export(self._spec.evaluation, store, export, expected)
+        return measured.model_copy(update={"own": {**values, **measured.own}})
+
+
+class _ExportScorer:
+    """Scores exports of training scripts by the command and the functions of the spec."""
+
+    samples: tuple[Sample, ...] = ()
+
+    def __init__(self, spec: Spec) -> None:
+        self._spec = spec
+        self.device = spec.cluster.accelerator
+
+    def score_candidate(self, store: Store, trained: Trained) -> OwnFigures:
+        """The metrics of the run."""
+        return self._score(store, trained.export, trained.export_digest)
+
+    def score_champion(self, champion: Champion) -> tuple[OwnFigures | None, str]:
+        """The metrics of a champion, and a sentence about it."""
+        if all(metric.versus_champion == "ignore" for metric in self._spec.evaluation.metrics):
+            return None, "No metric of the spec compares with the champion: it was not scored."
+        measured = self._score(open_store(champion.store_url), champion.export, champion.export_digest)
+        return measured, "Scored by the same code."
+
+    def _score(self, store: Store, export: str, expected: str) -> OwnFigures:
+        return OwnFigures(own=score_export(self._spec.evaluation, store, export, expected, functions=True))
 
 
 def _mirror(spec: Spec, verdict: Verdict, store: Store) -> None:
@@ -327,35 +266,16 @@ def _champion(spec: Spec, store: Store) -> Champion | None:
     return champion(spec.registered_model, trusted_stores(spec, store))
 
 
-def _oppose(
-    spec: Spec,
-    champion: Champion,
-    trained: Trained,
-    dataset: Dataset,
-    devices: Sequence[torch.device],
-    tasks: Sequence[TaskFiles],
-    *,
-    context: int,
-) -> Opponent:
-    """Score the champion on the text of `dataset.validation(context, ...)` and on `tasks`. Raises
-    UnscorableChampionError, unless the spec ignores such a champion."""
+def _oppose(spec: Spec, champion: Champion, trained: Trained, scorer: _TextScorer | _ExportScorer) -> Opponent:
+    """Score the champion in the same way. Raises UnscorableChampionError, unless the spec ignores such a champion."""
     opponent = f"champion {champion.model} version {champion.version}"
-    measured: Measured | None = None
+    measured: OwnFigures | None = None
     if _is_champion(trained, champion):
         note = f"The {opponent} is this very run: there is nothing to compare."
     else:
         try:
-            measured, note = score_champion(
-                champion,
-                dataset,
-                spec.evaluation.max_tokens,
-                devices,
-                context,
-                tasks,
-                spec.model.head,
-                spec.evaluation.metrics,
-            )
-        except (MissingError, DataError) as error:
+            measured, note = scorer.score_champion(champion)
+        except (MissingError, DataError, UserCodeError) as error:
             if spec.evaluation.unscorable_champion == "refuse":
                 raise UnscorableChampionError(
                     f"the {opponent} could not be scored, so run {trained.run_id} was not compared with it: {error}. "

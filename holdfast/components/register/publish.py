@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -83,7 +83,12 @@ def describe_model(folder: Path, record: ExportRecord, uri: str) -> list[Path]:
 
 def requirements() -> list[str]:
     """The requirements of the packaged code, pinned to the versions installed here."""
-    return [f"{name}=={_version(name)}" for name in _REQUIREMENTS]
+    return [pinned(name) for name in _REQUIREMENTS]
+
+
+def pinned(name: str) -> str:
+    """The requirement of a package at the version that is installed here."""
+    return f"{name}=={_version(name)}"
 
 
 def _version(name: str) -> str:
@@ -105,25 +110,35 @@ def _code(folder: Path) -> Path:
     return folder
 
 
+Describe = Callable[[Path, ExportRecord, str], list[Path]]  # see `describe_model`
 SEND_SECONDS = 300.0  # for about 50 KB in a dozen files
 
 
 def publish(
-    client: MlflowClient, uri: str, mlflow_run_id: str, name: str, store: Store, export: str, expected: str = ""
+    client: MlflowClient,
+    uri: str,
+    mlflow_run_id: str,
+    name: str,
+    store: Store,
+    export: str,
+    *,
+    expected: str = "",
+    describe: Describe = describe_model,
 ) -> str:
     """Make the export under the key prefix `export` a model that the MLflow at `uri` can refer to, and return its
-    source. `name` is its folder among the artifacts of the MLflow run if it must be sent. Every byte of the export
-    is read and checked first against the digest `expected`. Raises MissingError and DataError."""
+    source. `name` is its folder among the artifacts of the MLflow run if it must be sent. `describe` writes MLflow's
+    files. Every byte of the export is read and checked first against the digest `expected`. Raises MissingError and
+    DataError."""
     record = require_intact(store, export, expected)
     folder = export.rstrip("/")
     if store.url.startswith("s3://") or not registry_uri(uri).startswith("http"):
         if not _is_described(store, export):
-            _describe(store, export, record)
+            _describe(store, export, record, describe)
         return f"{store.url}/{folder}"
     artifacts = bounded(lambda: client.list_artifacts(mlflow_run_id, name), "listing artifacts")
     if not any(Path(file.path).name == MARKER for file in artifacts):
         with temporary_folder("register") as temporary:
-            marker = describe_model(Path(temporary) / "model", record, f"{store.url}/{export}")[-1]
+            marker = _described(describe, Path(temporary) / "model", record, f"{store.url}/{export}")[-1]
             marker = marker.rename(Path(temporary) / MARKER)
             described = str(Path(temporary) / "model")  # small: a store that does not answer shows here
             bounded(lambda: client.log_artifacts(mlflow_run_id, described, name), "sending the model", SEND_SECONDS)
@@ -134,12 +149,24 @@ def publish(
     return f"{client.get_run(mlflow_run_id).info.artifact_uri}/{name}"
 
 
-def _describe(store: Store, export: str, record: ExportRecord) -> None:
+def _described(describe: Describe, folder: Path, record: ExportRecord, uri: str) -> list[Path]:
+    """The files that `describe` wrote. Raises DataError if the export has a file of the same name."""
+    files = describe(folder, record, uri)
+    for path in files:
+        if (name := path.relative_to(folder).as_posix()) in record.files:
+            raise DataError(
+                f"{uri}: has a file {name}, which registration in MLflow writes; export it under another name, by a "
+                "changed script"
+            )
+    return files
+
+
+def _describe(store: Store, export: str, record: ExportRecord, describe: Describe) -> None:
     """Write MLflow's files next to the weights, then their digests."""
     digests = {}
     with temporary_folder("register") as temporary:
         folder = Path(temporary) / "model"
-        for path in describe_model(folder, record, f"{store.url}/{export}"):
+        for path in _described(describe, folder, record, f"{store.url}/{export}"):
             name, data = str(path.relative_to(folder)), path.read_bytes()
             store.put(f"{export.rstrip('/')}/{name}", data)
             digests[name] = content_digest(data)

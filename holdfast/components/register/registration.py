@@ -9,30 +9,34 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from pydantic import ValidationError
+
 from holdfast.checkpoint import pin
-from holdfast.components.register.publish import publish
+from holdfast.components.register.flavours import describe_script_model
+from holdfast.components.register.promotion import promote_in_order
+from holdfast.components.register.publish import describe_model, publish
 from holdfast.dataset.manifest import Manifest, load_manifest
 from holdfast.model.exported import require_intact
 from holdfast.runtime.environment import tracking_uri
 from holdfast.runtime.secrets import redact
-from holdfast.scoring import reached_against
+from holdfast.scoring import reached_against, settings_key
 from holdfast.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
-from holdfast.spec.errors import ChampionChangedError, ForeignVersionError, MissingError
+from holdfast.spec.errors import ChampionChangedError, MissingError
 from holdfast.spec.json_parsing import parse_json_object
+from holdfast.spec.operations import Evaluation
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_bounded
-from holdfast.store.sequence import newest, read_record, record_key
 from holdfast.tracking import (
     Champion,
     Registration,
     RunTracker,
     champion,
     connect,
-    promote,
     registration_key,
     trusted_stores,
 )
@@ -46,77 +50,13 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities.model_registry import ModelVersion
 
-# Promotion to champion, in a fixed order for concurrent registrations.
-#
-# MLflow moves an alias without any condition. Of two models judged against the same champion, the later one would
-# replace the earlier one without a comparison. No rollback would find the earlier one. So a champion is first claimed
-# in the store, by number. Each champion was judged against the one that it replaces, if the registrations share a
-# store. A claim of a dead process is applied by the next one.
-
 log = logging.getLogger("holdfast.register")
-
-
-def promote_in_order(
-    stores: Sequence[Store],
-    model: str,
-    version: int,
-    uri: str,
-    require_fresh: Callable[[Champion | None], None],
-    *,
-    compared: bool = True,
-) -> None:
-    """Make `version`, which is registered from the first of `stores`, the champion. `require_fresh` receives the
-    champion that it would replace, and raises if that is not allowed. If nothing is `compared`, a foreign champion
-    is replaced too. Raises TrackingUnavailable and ForeignVersionError."""
-    store = stores[0]
-    folder = layout.champions(registration_key(model, uri))
-    while True:
-        number = newest(store, folder)
-        _apply(store, folder, number, model, uri)
-        now = _current_champion(stores, model, uri, compared)
-        require_fresh(now)
-        claim = {"version": version, "replaces": None if now is None else now.version}
-        if store.put_if_absent(record_key(folder, number + 1), json.dumps(claim).encode()):
-            break
-    promote(model, version, store, uri)
-    store.put(_done(folder, number + 1), b"")
-    while (last := newest(store, folder)) > number + 1:  # other processes claimed meanwhile: their version is newer
-        number = last - 1
-        promote(model, read_record(store, folder, last)["version"], store, uri)
-
-
-def _current_champion(stores: Sequence[Store], model: str, uri: str, compared: bool) -> Champion | None:
-    try:
-        return champion(model, stores, uri)
-    except ForeignVersionError:
-        if compared:
-            raise
-        return None
-
-
-def _apply(store: Store, folder: str, number: int, model: str, uri: str) -> None:
-    """Apply the newest claim to MLflow, unless it was applied before. A person may have chosen another version
-    since."""
-    if number and store.stat(_done(folder, number)) is None:
-        version = read_record(store, folder, number)["version"]
-        try:
-            promote(model, version, store, uri)
-        except (
-            MissingError,
-            ForeignVersionError,
-        ) as error:  # deleted, or changed, in MLflow since
-            log.warning("champion %d of %s is not made champion any more: %s", number, model, error)
-        store.put(_done(folder, number), b"")
-
-
-def _done(folder: str, number: int) -> str:
-    return f"{folder}{number:06d}.done"
 
 
 VERSION_KEY_TAG = "holdfast.version_key"
 BLESSED = "blessed"
 _MAX_TAG = 5000  # MLflow allows longer tags, but some of its databases do not
-REQUIRED_OF_RESULT = ("dataset_id", "step", "checkpoint", "export", "export_digest", "state_digest")
+REQUIRED_OF_RESULT = ("step", "checkpoint", "export", "export_digest", "state_digest")
 
 
 class NotBlessedError(HoldfastError):
@@ -133,7 +73,7 @@ class _Lineage:
     verdict: Mapping[str, Any]
     verdict_key: str
     verdict_data: bytes
-    manifest: Manifest
+    manifest: Manifest | None  # None for a script without data
 
 
 def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Registration:
@@ -156,6 +96,7 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     now = champion(model, stores, uri) if compared else None
     lineage = _lineage(spec, run_id, store, verdict, now)
     export, export_digest = lineage.result["export"], lineage.result["export_digest"]
+    dataset_id = str(lineage.result.get("dataset_id") or "")
     client = connect(uri, timeout=300)  # a server may need minutes for the last bytes of a large file
     key = layout.registration(run_id, registration_key(model, uri))
     version_key = digest([run_id, export, export_digest])
@@ -169,11 +110,13 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
             return recorded
     if compared and spec.registration.promote:
         _require_fresh(lineage, champion(model, stores, uri))
-    mlflow_run_id = RunTracker.open(spec, run_id, lineage.result["dataset_id"], store, uri).mlflow_run_id
+    mlflow_run_id = RunTracker.open(spec, run_id, dataset_id, store, uri).mlflow_run_id
     tags = _tags(spec, run_id, store, lineage)
     with translated(uri):
         _registered_model(client, model)
-        source = publish(client, uri, mlflow_run_id, f"model-{version_key}", store, export, export_digest)
+        describe = describe_model if spec.train.script is None else partial(describe_script_model, spec, store, export)
+        name = f"model-{version_key}"
+        source = publish(client, uri, mlflow_run_id, name, store, export, expected=export_digest, describe=describe)
         version = _sole_version(client, model, version_key, source)
         shown = whole_tags(client, mlflow_run_id, {VERSION_KEY_TAG: version_key, **tags}, _MAX_TAG)
         if version is None:
@@ -190,7 +133,7 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
         alias="",
         verdict=lineage.verdict_key,
         verdict_digest=content_digest(lineage.verdict_data),
-        dataset_id=lineage.result["dataset_id"],
+        dataset_id=dataset_id,
         export=export,
         export_digest=export_digest,
         state_digest=lineage.result["state_digest"],
@@ -236,7 +179,10 @@ def _digest_of(store: Store, key: str) -> str:
 
 def _lineage(spec: Spec, run_id: str, store: Store, verdict_key: str | None, now: Champion | None) -> _Lineage:
     result = _read(store, layout.result(run_id), "the run is not finished: train it first")
-    if absent := [name for name in REQUIRED_OF_RESULT if not result.get(name) and result.get(name) != 0]:
+    absent = [name for name in REQUIRED_OF_RESULT if not result.get(name) and result.get(name) != 0]
+    origin = "code" if spec.train.script is not None else "dataset_id"
+    absent += [] if result.get(origin) else [origin]
+    if absent:
         raise MissingError(f"{layout.result(run_id)}: {', '.join(absent)} missing; run train again, it writes it anew")
     if verdict_key is None:
         verdict_key = _newest_verdict(spec, run_id, store, now)
@@ -260,24 +206,36 @@ def _lineage(spec: Spec, run_id: str, store: Store, verdict_key: str | None, now
             f"{store.url}/{result['checkpoint']}: the checkpoint that the model came from is not there; "
             "restore it, a model is not registered without its lineage"
         )
-    return _Lineage(result, verdict, verdict_key, verdict_data, load_manifest(store, result["dataset_id"]))
+    dataset_id = result.get("dataset_id")
+    manifest = load_manifest(store, dataset_id) if dataset_id else None
+    return _Lineage(result, verdict, verdict_key, verdict_data, manifest)
 
 
 def _newest_verdict(spec: Spec, run_id: str, store: Store, now: Champion | None) -> str:
     """The key of the newest verdict under the spec's evaluation settings. A verdict against the current champion has
     priority: the run may have been judged for another MLflow since."""
     folder = layout.run(run_id, "evaluations/")
-    settings = spec.evaluation.model_dump(mode="json")
     listed = [info for info in store.list(folder) if info.key.endswith(".json")]
     newest_first = sorted(listed, key=lambda info: info.modified, reverse=True)
     verdicts = [(info.key, _read(store, info.key, "evaluate the run first")) for info in newest_first]
-    fitting = [(key, verdict) for key, verdict in verdicts if verdict.get("settings") == settings]
+    fitting = [(key, verdict) for key, verdict in verdicts if _fits(key.removeprefix(folder), verdict, spec)]
     for key, _ in sorted(fitting, key=lambda one: not reached_against(one[1], now)):
         return key.removeprefix(folder).removesuffix(".json")
     raise NotBlessedError(
         f"run {run_id}: {store.url}/{folder} holds no verdict under the spec's evaluation settings; "
         "evaluate the run first"
     )
+
+
+def _fits(name: str, verdict: Mapping[str, Any], spec: Spec) -> bool:
+    """Whether a verdict was reached under the evaluation settings of a spec. With a command, its key tells by which
+    code."""
+    if spec.evaluation.command:
+        return name.startswith(f"{settings_key(spec)}-")
+    try:
+        return Evaluation.model_validate(verdict.get("settings")) == spec.evaluation
+    except ValidationError:
+        return False
 
 
 def _require_fresh(lineage: _Lineage, now: Champion | None) -> None:
@@ -306,9 +264,8 @@ def _tags(spec: Spec, run_id: str, store: Store, lineage: _Lineage) -> dict[str,
     return {
         "holdfast.run_id": run_id,
         "holdfast.store": redact(store.url),
-        "holdfast.dataset_id": manifest.dataset_id,
-        "holdfast.sources": json.dumps({redact(source.uri): source.lineage.digest for source in manifest.sources}),
-        "holdfast.dvc_revisions": json.dumps(dvc_revisions(manifest)),
+        **_data_tags(manifest),
+        **({"holdfast.code": spec.code} if spec.code else {}),
         "holdfast.spec": dump_spec(spec),
         "holdfast.checkpoint": result["checkpoint"],
         "holdfast.state_digest": result["state_digest"],
@@ -319,6 +276,16 @@ def _tags(spec: Spec, run_id: str, store: Store, lineage: _Lineage) -> dict[str,
         "holdfast.verdict_digest": content_digest(lineage.verdict_data),
         "holdfast.metrics": json.dumps(metrics),
         "holdfast.git_commit": git_commit() or "none",
+    }
+
+
+def _data_tags(manifest: Manifest | None) -> dict[str, str]:
+    if manifest is None:
+        return {}
+    return {
+        "holdfast.dataset_id": manifest.dataset_id,
+        "holdfast.sources": json.dumps({redact(source.uri): source.lineage.digest for source in manifest.sources}),
+        "holdfast.dvc_revisions": json.dumps(dvc_revisions(manifest)),
     }
 
 

@@ -9,7 +9,7 @@ from holdfast.pages import draw_training
 from holdfast.spec import Spec
 from holdfast.steps import Artifact, StepResult
 from holdfast.steps.adapters import main
-from holdfast.store import Store, open_store
+from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import read_events
 
 # Entry point of the train step in a DAG, and its artifacts.
@@ -40,9 +40,8 @@ def _script(spec: Spec, store: Store, salt: str, replan: bool) -> StepResult:
         "metrics": Artifact(metadata={name: value for name, value in figures.items() if value is not None}),
         "curves": Artifact(draw_training(spec, result.run_id, store, read_events(store, result.run_id))),
     }
-    if result.export:
-        lineage = {"run_id": result.run_id, "code": result.code, "checkpoint": result.checkpoint}
-        shown["model"] = Artifact(key=result.export, metadata=lineage)
+    lineage = {"run_id": result.run_id, "code": result.code, "checkpoint": result.checkpoint}
+    shown["model"] = Artifact(key=result.export or layout.run(result.run_id), metadata=lineage)
     return StepResult(result.model_dump(mode="json"), shown)
 
 

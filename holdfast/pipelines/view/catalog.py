@@ -85,6 +85,13 @@ class RunRecord:
         return isinstance(section, dict) and section.get("script") is not None
 
     @property
+    def is_evaluated(self) -> bool:
+        """Whether steps after training score and register its model."""
+        evaluation = self.spec.get("evaluation")
+        settings = evaluation if isinstance(evaluation, dict) else {}
+        return not self.is_script or bool(settings.get("command") or settings.get("metrics"))
+
+    @property
     def steps(self) -> int:
         """The number of steps in the spec; 0 if unknown, as of a script."""
         if self.is_script:

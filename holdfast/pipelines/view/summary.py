@@ -20,7 +20,7 @@ SHORT_ID = 8  # hexadecimal digits of run ids in next commands
 
 def print_summary(console: Console, store: Store, record: RunRecord, log: Path | None) -> None:
     """Print the summary of a finished run."""
-    colour = "green" if record.word == "blessed" or record.is_script else "yellow"
+    colour = "green" if record.word == "blessed" or not record.is_evaluated else "yellow"
     title = f"{escape(record.name)}  run {record.run_id}  [{colour}]{escape(outcome(record))}[/{colour}]"
     _print(console, f"\n[bold]{title}[/bold]\n")
     for label, value in _rows(store, record, log):
@@ -49,6 +49,9 @@ def figures(record: RunRecord) -> str:
         value = metrics.get(name)
         if isinstance(value, int | float):
             parts.append(f"{label} {value:.4g}" if math.isfinite(value) else f"{label} {value}")
+    for name, value in metrics.items():
+        if name.startswith("metric.") and isinstance(value, int | float):
+            parts.append(f"{name.removeprefix('metric.')} {value:.4g}")
     return ", ".join(parts)
 
 

@@ -72,7 +72,7 @@ from holdfast.spec.rules.parallel import (
     check_tensor_parallel,
 )
 from holdfast.spec.rules.precision import check_fp8, check_precision
-from holdfast.spec.rules.script import check_data, check_script
+from holdfast.spec.rules.script import check_data, check_script, check_script_evaluation
 from holdfast.spec.rules.secrets import check_no_secrets_in_urls
 from holdfast.spec.rules.training import (
     check_anomalies,
@@ -166,6 +166,8 @@ RULES: tuple[Rule, ...] = (
 # The rules of a spec with a training script.
 SCRIPT_RULES: tuple[Rule, ...] = (
     check_script,
+    check_script_evaluation,
+    check_own_metrics,
     check_local_tiers,
     check_node_range,
     check_elastic_nodes,
@@ -180,6 +182,8 @@ SCRIPT_RULES: tuple[Rule, ...] = (
     check_text_sizes,
     check_no_secrets_in_urls,
     check_store,
+    check_schedule,
+    check_serving,
 )
 
 

@@ -17,12 +17,25 @@ from holdfast.spec.tree import Spec
 
 
 def check_own_metrics(spec: Spec) -> Iterator[Problem]:
-    """Metrics of user code have different names, which are those of their functions."""
-    names = [metric.name for metric in spec.evaluation.metrics]
-    for number, name in enumerate(names):
-        if name in names[:number]:
-            remedy = "write a function with another name that calls it"
-            yield Problem(f"evaluation.metrics.{number}.use", name, "is the name of two metrics", remedy)
+    """Metrics have different names. One without a function needs the command that writes it, and a command has a
+    file. A class or function for scripts is not given without one."""
+    evaluation = spec.evaluation
+    names = [metric.label for metric in evaluation.metrics]
+    for number, (metric, name) in enumerate(zip(evaluation.metrics, names, strict=True)):
+        field = f"evaluation.metrics.{number}"
+        if not name:
+            remedy = "give use (a function of your code), or name (a number that evaluation.command writes)"
+            yield Problem(field, metric.model_dump(exclude_defaults=True), "has neither use nor name", remedy)
+        elif name in names[:number]:
+            yield Problem(f"{field}.name", name, "is the name of two metrics", "give one of them another name")
+        elif metric.use is None and not evaluation.command:
+            remedy = "add evaluation.command, or give the metric a function: use"
+            yield Problem(f"{field}.name", name, "is written by no command", remedy)
+    if spec.train.script is not None:
+        return
+    for field, function in (("evaluation.load", evaluation.load), ("registration.serve", spec.registration.serve)):
+        if function is not None:
+            yield Problem(field, function.use, "is only used with train.script", "remove it")
 
 
 def check_evaluation(spec: Spec) -> Iterator[Problem]:

@@ -9,9 +9,10 @@ from holdfast.spec.errors import Problem
 from holdfast.spec.section import Section
 from holdfast.spec.tree import Spec
 
-# Sections of Holdfast's own loop and of the steps after it.
-_WITHOUT_USE = ("model", "training", "evaluation", "registration", "serving", "schedule")
+_WITHOUT_USE = ("model", "training")  # sections of Holdfast's own loop
 _PARALLEL = ("processes", "threads")  # fields that a script uses
+_EVALUATION = ("command", "load", "metrics", "versus_champion", "unscorable_champion")
+_AFTER = ("registration", "serving", "schedule")  # sections of the steps after the evaluation
 
 
 def check_data(spec: Spec) -> Iterator[Problem]:
@@ -41,6 +42,31 @@ def check_script(spec: Spec) -> Iterator[Problem]:
         if name not in _PARALLEL:
             remedy = "remove it: the script lays out its own model"
             yield Problem(f"parallel.{name}", value, "is not used by train.script", remedy)
+
+
+def check_script_evaluation(spec: Spec) -> Iterator[Problem]:
+    """A script's model is scored by a command or by metrics on a loaded model, and is registered only then."""
+    evaluation = spec.evaluation
+    for name, value in _changed(evaluation):
+        if name not in _EVALUATION:
+            remedy = "remove it: evaluation.command and evaluation.metrics score the export of a script"
+            yield Problem(f"evaluation.{name}", value, "is not used by train.script", remedy)
+    functions = [metric for metric in evaluation.metrics if metric.use is not None]
+    if functions and evaluation.load is None:
+        remedy = "add evaluation.load: a function that returns the model in the folder of an export"
+        yield Problem("evaluation.metrics", functions[0].use, "needs a model", remedy)
+    if evaluation.load is not None and not functions:
+        remedy = "remove it, or add a metric with a function: use"
+        yield Problem("evaluation.load", evaluation.load.use, "is used by no metric", remedy)
+    if spec.schedule.max_decay is not None:
+        message = "is not known for train.script, which has no held-out text"
+        yield Problem("schedule.max_decay", spec.schedule.max_decay, message, "remove it")
+    if spec.is_evaluated:
+        return
+    for section in ("evaluation", *_AFTER):
+        for name, value in _changed(getattr(spec, section)):
+            remedy = "add evaluation.command or evaluation.metrics: only a model that they bless is registered"
+            yield Problem(f"{section}.{name}", value, "is not used without an evaluation", remedy)
 
 
 def _changed(section: Section) -> Iterator[tuple[str, object]]:

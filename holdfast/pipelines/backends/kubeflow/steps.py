@@ -42,8 +42,7 @@ class Pipeline:
         self._spec, self._image = spec, image
         self._values = {"overrides": [], **escape_tree(parameter_values(spec)), **given}
         self._values["compiled"] = escape_tree(parameter_values(spec))
-        self.fan_out = spec.data.fan_out
-        self.trains_script = spec.train.script is not None
+        self.fan_out, self.has_data, self.is_evaluated = spec.data.fan_out, bool(spec.data.sources), spec.is_evaluated
         self.trials = escape(text_of(trials))  # input of the compare step
         self.overrides = [escape_tree(trial) for trial in trials]  # for each trial
 

@@ -140,7 +140,7 @@ def _status(found: RunRecord, record: Record | None) -> RunStatus:
     if record is not None and record.alive:
         return RunStatus("local", found.run_id, found.name, RUNNING, log, "", steps)
     done = found.registration is not None or found.word not in ("", "blessed")
-    if done or (found.is_script and found.result is not None):
+    if done or (not found.is_evaluated and found.result is not None):
         return RunStatus("local", found.run_id, found.name, SUCCEEDED, log, "", steps, int(code_of(found)))
     summary = found.summary if record is None or found.summary.get("ended", 0.0) >= record.submitted else {}
     state, reason = _ENDED.get(str(summary.get("status", "")), UNFINISHED), str(summary.get("reason", ""))

@@ -90,7 +90,7 @@ def run_to_end(made: LocalRun, again: str, console: Console | None = None) -> Ex
     require_this_machine(made.spec)
     from holdfast.tracking import require_usable
 
-    if made.spec.train.script is None:
+    if made.spec.is_evaluated:
         require_usable(made.spec)
     return _execute(made, console, again)
 
@@ -105,7 +105,7 @@ def finished(made: LocalRun) -> RunRecord | None:
     from holdfast.scoring import settings_key
     from holdfast.tracking import registration_key
 
-    if made.spec.train.script is not None:  # its DAG has no other step than train
+    if not made.spec.is_evaluated:  # its DAG has no other step than train
         record = read_run(made.store, made.run_id)
         return record if record is not None and record.result is not None else None
     record = read_run(made.store, made.run_id, settings_key(made.spec), registration_key(made.spec.registered_model))
@@ -238,8 +238,8 @@ def known_code(code: int) -> ExitCode:
 
 
 def code_of(record: RunRecord) -> ExitCode:
-    """The exit code of the command for a run without remaining work. A training script has no verdict."""
-    return ExitCode.OK if record.word == "blessed" or record.is_script else ExitCode.NOT_BLESSED
+    """The exit code of the command for a run without remaining work."""
+    return ExitCode.OK if record.word == "blessed" or not record.is_evaluated else ExitCode.NOT_BLESSED
 
 
 def _newest_log(run: str) -> Path | None:
