@@ -66,8 +66,8 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
     trained = _trained(store, run_id)
     if not trained.export:
         raise MissingError(
-            f"run {run_id}: its script exported nothing, so nothing can be scored; call session.export(model) after the "
-            "last step, and run the changed script, which is another run"
+            f"run {run_id}: its script exported nothing that could be scored; call session.export(model) after "
+            "the last step, and run the changed script, which is another run"
         )
     require_intact(store, trained.export, trained.export_digest, changed=True)
     champion = _champion(spec, store)

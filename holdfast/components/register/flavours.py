@@ -17,7 +17,6 @@ from typing import Any
 from holdfast.code import fetch_code
 from holdfast.code.packages import LOCK_FILE
 from holdfast.components.register.publish import MARKER, pinned
-from holdfast.components.register.serving_code import SERVED
 from holdfast.model.files import SMALL_BYTES
 from holdfast.model.verified import BLOCK_BYTES, ExportRecord
 from holdfast.spec import Spec
@@ -27,7 +26,7 @@ from holdfast.spec.json_parsing import parse_json_object
 from holdfast.store import Store, read_bounded
 from holdfast.tracking.connection import quiet_mlflow
 
-SERVING_CODE = "serving_code.py"
+SERVING_CODE, SERVED = "serving_code.py", "holdfast-serve.json"  # see serving_code.py, which runs where MLflow loads it
 PICKLES = (".pkl", ".pickle", ".joblib", ".pt", ".pth", ".ckpt")  # torch writes pickles with the last three
 # Tasks of transformers' pipelines and their classes, by the end of an architecture's name.
 TASKS = {
@@ -57,7 +56,6 @@ def describe_script_model(
     `uri`. Returns them with MARKER last. Raises DataError for a pickled or empty export."""
     _require_plain(record, uri)
     quiet_mlflow()
-    folder.mkdir(parents=True)
     if spec.registration.serve is not None:
         _describe_code(spec.registration.serve, fetch_code(store, str(spec.code)), folder, record, uri)
     elif (config := _transformers_config(store, export, record)) is not None:
@@ -73,9 +71,7 @@ def _require_plain(record: ExportRecord, uri: str) -> None:
         raise DataError(f"{uri}: the export has no files; call session.export with a module or a folder with files")
     for name in record.files:
         if name.lower().endswith(PICKLES):
-            raise DataError(
-                f"{uri}: {name} has a name of pickled files, and loading one runs its code; write safetensors"
-            )
+            raise DataError(f"{uri}: {name} has a name of pickled files, whose loading runs code; write safetensors")
 
 
 def _transformers_config(store: Store, export: str, record: ExportRecord) -> dict[str, Any] | None:
@@ -105,6 +101,7 @@ def _describe_transformers(
     from mlflow import pyfunc
     from mlflow.models import Model
 
+    folder.mkdir(parents=True)
     task = _task(config)
     assert task is not None
     architecture, name, pipeline = task
@@ -145,7 +142,6 @@ def _describe_code(serve: Function, code: Path, folder: Path, record: ExportReco
     wanted = [line for line in locked if line and not line.startswith("#")]
     names = {line.partition("==")[0].strip().lower() for line in wanted}
     packages = wanted + [pinned(name) for name in ("mlflow", "blake3") if name not in names]
-    folder.rmdir()  # MLflow creates it
     pyfunc.save_model(
         path=str(folder),
         python_model=str(Path(__file__).with_name(SERVING_CODE)),
@@ -175,6 +171,7 @@ def _describe_folder(spec: Spec, folder: Path, record: ExportRecord) -> None:
     """The flavor `holdfast`: what the folder has, and that MLflow cannot load it."""
     from mlflow.models import Model
 
+    folder.mkdir(parents=True)
     model = Model()
     model.add_flavor(
         "holdfast",

@@ -30,12 +30,12 @@ class ServedCode(PythonModel):
         module = importlib.import_module(served["module"])
         self.model = getattr(module, served["class"])(folder, **served["arguments"])
 
-    def predict(
+    def predict(  # without annotations of the input and the result: MLflow checks values against them
         self,
         context: PythonModelContext,  # noqa: ARG002 - MLflow's interface
-        model_input: Any,
+        model_input,
         params: dict[str, Any] | None = None,  # noqa: ARG002 - MLflow's interface
-    ) -> Any:
+    ):
         """What the method `predict` of the class returns for the input."""
         return self.model.predict(model_input)
 
