@@ -62,8 +62,9 @@ def tree() -> dict[str, Any]:
                 "optimizer": {"groups": [{}]},
                 "schedule": {"factor": {"use": "m.py:f", "digest": "0" * 64}},
             },
-            "evaluation": {"tasks": [{"uri": "x"}], "metrics": ["m.py:f"]},
+            "evaluation": {"tasks": [{"uri": "x"}], "metrics": ["m.py:f"], "load": {"use": "m.py:f"}},
             "telemetry": {"observers": ["m.py:f"]},
+            "registration": {"serve": {"use": "m.py:f", "digest": "0" * 64}},
             "serving": {"kserve": {"tolerations": [{"key": "a"}]}, "model_registry": {"url": "http://x"}},
             "cluster": {
                 "tolerations": [{"key": "a"}],
