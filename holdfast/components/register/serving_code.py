@@ -30,7 +30,7 @@ class ServedCode(PythonModel):
         module = importlib.import_module(served["module"])
         self.model = getattr(module, served["class"])(folder, **served["arguments"])
 
-    def predict(  # without annotations of the input and the result: MLflow checks values against them
+    def predict(  # type: ignore[no-untyped-def] # MLflow checks values against annotations
         self,
         context: PythonModelContext,  # noqa: ARG002 - MLflow's interface
         model_input,
