@@ -86,10 +86,13 @@ def _places(spec: Spec, named: Sequence[Named], folder: Path) -> list[Place]:
 
 
 def _require_files(places: Sequence[Place]) -> None:
-    missing = [one for one in places if not one[2].is_file()]
-    if missing:
-        said = [(field, text, f"names a file that does not exist: {place}") for field, text, place in missing]
-        raise SpecError([Problem(field, text, message, "correct it") for field, text, message in said])
+    problems = [
+        Problem(field, text, f"names a file that does not exist: {place}", "correct it")
+        for field, text, place in places
+        if not place.is_file()
+    ]
+    if problems:
+        raise SpecError(problems)
 
 
 def command_file(spec: Spec) -> str:
