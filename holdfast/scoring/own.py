@@ -5,6 +5,7 @@ The champion is scored by the same code as the candidate. A command sees exactly
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import subprocess
@@ -25,6 +26,8 @@ from holdfast.spec.json_parsing import parse_json_object
 from holdfast.spec.operations import Evaluation, Metric, MetricName
 from holdfast.store import Store
 from holdfast.store.json_reading import read_file_bounded
+
+log = logging.getLogger("holdfast.evaluate")
 
 EXPORT, METRICS = "HOLDFAST_EXPORT", "HOLDFAST_METRICS"  # variables of a command
 _NAME = re.compile(get_args(MetricName)[1].pattern)  # of a metric
@@ -133,8 +136,7 @@ def _run(command: Sequence[str], environment: dict[str, str], name: str) -> None
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            sys.stdout.write(line)
-            sys.stdout.flush()
+            log.info("%s", line.rstrip("\n"))
             last.append(line.rstrip("\n"))
         code = process.wait()
     finally:

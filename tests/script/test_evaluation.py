@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from pathlib import Path
 
@@ -45,12 +46,17 @@ def scored(metrics: str = SIZE, scale: str = "1", more: str = "") -> str:
 
 
 def test_a_command_scores_the_export_and_the_model_is_registered_with_its_lineage(
-    home: Path, store: Store, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    home: Path,
+    store: Store,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
     spec, result = trained(write_spec(tmp_path / "code", scored()), store)
     verdict = evaluate(spec, result.run_id, store)
     assert (verdict.word, verdict.metrics) == ("blessed", {"metric.size": 4.0, "metric.parts": 1.0})
-    assert "scoring ['model.safetensors']" in capfd.readouterr().out  # nothing but the verified files
+    assert "scoring ['model.safetensors']" in caplog.text  # nothing but the verified files
     assert evaluate(spec, result.run_id, store) == verdict
     page = store.get(layout.verdict(result.run_id, verdict.key, "html")).decode()
     assert "Metric size: 4.0000 is at least 1." in page
