@@ -50,12 +50,13 @@ def plan(
     vocabulary: int | None = None,
 ) -> PlannedLayouts:
     """The best layouts of a spec on some accelerators. With `budget`, also the number of accelerators."""
+    from holdfast.corpus.starting_model import teacher_of
     from holdfast.planning.auto import task_of
 
     accelerator = _accelerator(spec, hardware.accelerator, hardware.calibration, hardware.price)
     tokens, assumed = vocabulary_of(spec) if vocabulary is None else (vocabulary, False)
     if budget is None:
-        task = task_of(spec, accelerator, hardware.count or spec.world_size, tokens)
+        task = task_of(spec, accelerator, hardware.count or spec.world_size, tokens, teacher_of(spec))
         layouts_found = _search(spec, task, layouts)
     else:
         if hardware.count is not None:
@@ -144,16 +145,17 @@ def _search(spec: Spec, task: Task, count: int) -> Found:
 
 def _within(budget: float, spec: Spec, accelerator: Accelerator, vocabulary: int, count: int) -> tuple[Task, Found]:
     """The number of accelerators (whole nodes, a power of two of them) whose best layout is fastest within a budget."""
+    from holdfast.corpus.starting_model import teacher_of
     from holdfast.planning import estimate_run, search
     from holdfast.planning.auto import task_of
     from holdfast.spec.errors import Problem, SpecError
 
     if not accelerator.price:
         raise UsageError(f"{accelerator.name} has no price; give --price", "--budget")
-    tried = []
+    tried, teacher = [], teacher_of(spec)
     gpus = accelerator.node
     while gpus <= MAX_ACCELERATORS:
-        task = task_of(spec, accelerator, gpus, vocabulary)
+        task = task_of(spec, accelerator, gpus, vocabulary, teacher)
         try:
             result = search(task, count=1)
         except SpecError:

@@ -84,7 +84,7 @@ def replay(
             "one like that, or say --anyway: what differs then proves nothing"
         )
     with closing(build_engine(spec, dataset.vocabulary, dataset.separator)) as engine:
-        first = cache(lambda: first_state(spec, dataset.vocabulary))
+        first = cache(lambda: first_state(spec, dataset.vocabulary, store))
         for box in engine.frozen():
             first().fill([box])
 

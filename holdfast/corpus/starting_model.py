@@ -91,6 +91,21 @@ def require_start(spec: Spec) -> None:
         raise SpecError(problems, f"spec and {spec.model.init_from}")
 
 
+def teacher_of(spec: Spec) -> Model | None:
+    """The shape of the teacher of a distillation, with the context of the run. None without a teacher, and if its
+    config.json cannot be read from here."""
+    location = spec.training.distillation.teacher
+    if location is None:
+        return None
+    path = f"{location.rstrip('/')}/config.json"
+    try:
+        shape = read_config(path, read_settings(path, "training.distillation.teacher")).shape
+    except HoldfastError as error:
+        log.warning("training.distillation.teacher: the plan does not count it: %s", error)
+        return None
+    return shape.model_copy(update={"context": spec.model.context})
+
+
 def _pinned(source: str) -> str:
     """The place of a model without a trailing slash; on the Hub with the commit that its revision names now."""
     if not is_hub(source):

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from holdfast.spec.parallel import Parallel
 
+STAGES_EACH = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # stages of a pipeline per rank
+
 
 @dataclass(frozen=True)
 class Mesh:

@@ -15,6 +15,9 @@ import torch
 from holdfast.checkpoint import TensorBox
 from holdfast.checkpoint.root import UnfitError
 from holdfast.engines.assignment import Assignment
+from holdfast.engines.mesh import STAGES_EACH
+from holdfast.engines.packed_base import Packed, PackedBase
+from holdfast.model import nf4
 from holdfast.model.decoder import SCORE
 from holdfast.model.hugging_face import open_weights, require_fit
 from holdfast.model.initialise import AVERAGE, BLOCK, initial_slice
@@ -22,11 +25,13 @@ from holdfast.model.lora import is_adapter
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec.errors import DataError
 from holdfast.spec.model import Model
+from holdfast.spec.training import Parallel
 
 # AdamW's state of every weight: torch's name -> prefix of the canonical name.
 MOMENTS = {"exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
 # Canonical prefix of the error that gradient compression keeps for every weight on every rank.
 LEFT_OUT = "compression.error."
+CODES, SCALES = ".codes", ".scales"  # suffixes of an NF4 matrix, after its name
 TEACHER = "teacher."  # prefix of the names of a teacher's weights
 FILL_ELEMENTS = 8 * BLOCK  # generated or read per chunk
 
@@ -65,9 +70,13 @@ class SeededState:
 class ImportedState:
     """Weights in the Hugging Face layout. Moments are zero."""
 
-    def __init__(self, location: str, model: Model | None, vocabulary: int) -> None:
-        """Open the folder or s3:// URL `location`. Raises DataError if its shape differs from the spec's `model`."""
-        self._weights = open_weights(location, cache_dir())
+    def __init__(
+        self, location: str, model: Model | None, vocabulary: int, packed_base: PackedBase | None = None
+    ) -> None:
+        """Open the folder or s3:// URL `location`. NF4 matrices are read from `packed_base`, and are kept there. Raises
+        DataError if its shape differs from the spec's `model`."""
+        self._weights, self._packed_base = open_weights(location, cache_dir()), packed_base
+        self._packed: tuple[str, Packed] | None = None  # the last matrix by its name
         if model is not None:
             require_fit(self._weights, model, vocabulary)
 
@@ -78,8 +87,24 @@ class ImportedState:
     def fill(self, boxes: Sequence[TensorBox]) -> None:
         """See FirstState."""
         for box in boxes:
-            if not _zero_moment(box):
+            if box.name.endswith((CODES, SCALES)):
+                with torch.no_grad():
+                    box.data.copy_(self._quantised(box.name.rpartition(".")[0])[box.name.endswith(SCALES)])
+            elif not _zero_moment(box):
                 self._fill(box)
+
+    def _quantised(self, name: str) -> Packed:
+        """The codes and scales of a whole matrix."""
+        if self._packed is None or self._packed[0] != name:
+            base = self._packed_base
+            rows, columns = self._weights.shapes[name]
+            found = None if base is None else base.read(name, (rows, columns))
+            if found is None:
+                found = nf4.quantise(torch.cat(list(self._weights.rows(name))))
+                if base is not None:
+                    base.keep(name, found)
+            self._packed = name, found
+        return self._packed[1]
 
     def _fill(self, box: TensorBox) -> None:
         rows = max(1, FILL_ELEMENTS // max(1, math.prod(box.data.shape[1:])))
@@ -126,6 +151,7 @@ def teacher_shape(spec: Assignment, vocabulary: int) -> Model:
         )
     if weights.shape.head != "tokens":
         raise DataError(f"{field} is a reward model, and predicts no tokens; use another teacher")
+    _require_divisible(weights.shape, spec.parallel, field)
     return weights.shape.model_copy(update={"context": spec.model.context})
 
 
@@ -138,6 +164,24 @@ class AveragedState:
     def fill(self, boxes: Sequence[TensorBox]) -> None:
         """See FirstState."""
         self._own.fill([replace(box, name=box.name.removeprefix(AVERAGE)) for box in boxes])
+
+
+def _require_divisible(teacher: Model, parallel: Parallel, field: str) -> None:
+    """Raises DataError for a teacher that cannot be laid out over the ranks like the model."""
+    stages = parallel.pipeline * STAGES_EACH[parallel.schedule]
+    if teacher.layers < stages:
+        raise DataError(f"{field} has {teacher.layers} layers, fewer than the {stages} stages of parallel.pipeline")
+    shared = teacher.routing.shared * teacher.ffn_width if teacher.experts > 1 else teacher.ffn_width
+    dense = teacher.dense_width if teacher.dense_layers else 0
+    for what, size, name in (
+        ("heads", teacher.heads, "tensor"),
+        ("heads of keys and values", teacher.key_value_heads, "tensor"),
+        ("columns in its feed-forward layers", shared, "tensor"),
+        ("columns in its dense layers", dense, "tensor"),
+        ("experts", teacher.experts if teacher.experts > 1 else 0, "expert"),
+    ):
+        if size % (ranks := getattr(parallel, name)):
+            raise DataError(f"{field} has {size} {what}, which parallel.{name} = {ranks} does not divide")
 
 
 class AdaptedState:

@@ -11,6 +11,7 @@ from holdfast.checkpoint import Checkpoint, TensorBox
 from holdfast.corpus.chat import read_settings, templates_next_to
 from holdfast.dataset import Dataset
 from holdfast.model.config.base import Base
+from holdfast.model.decoder import SCORE
 from holdfast.model.export import DTYPES, ExportFile, Rows, export_files, peft_files
 from holdfast.model.hub import require_weights
 from holdfast.model.hugging_face import open_weights, require_fit
@@ -57,9 +58,12 @@ def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[Ex
         lora = spec.training.lora
         shapes = adapter_shapes(spec.model, dataset.vocabulary, lora)
         if spec.model.family != "phi3":  # its matrices are fused in `transformers`; adapters of their parts do not load
-            adapters = peft_files(shapes, own, lora, location)
+            whole = {SCORE: (1, spec.model.hidden)} if spec.model.head == "scalar" else {}
+            adapters = peft_files(shapes, whole, own, lora, location)
         stored = stored_rows(weights.rows, frozen_matrices(spec.model, dataset.vocabulary, lora), lora.base)
         rows = merging_rows(stored, shapes, lambda name: torch.cat(list(own(name))), lora)
+        if spec.model.head == "scalar":  # it is trained as a whole
+            rows = _with_head(rows, own)
     base_documents = read_base(spec, dataset)
     files = export_files(
         spec.model,
@@ -82,6 +86,10 @@ def averaged_rows(checkpoint: Checkpoint) -> Rows:
         return checkpoint.rows(averaged if averaged in checkpoint.tensors else name, *bounds)
 
     return rows
+
+
+def _with_head(rows: Rows, trained: Rows) -> Rows:
+    return lambda name, *bounds: (trained if name == SCORE else rows)(name, *bounds)
 
 
 def _dtype(spec: Spec, base: Base | None) -> str:

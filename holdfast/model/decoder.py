@@ -50,6 +50,21 @@ class Trunk(nn.Module):
         self.norm = norm_of(shape, shape.hidden)
 
 
+class Charged(torch.autograd.Function):
+    """The residual stream, unchanged. The gradient of the charge is always 1."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BTD: Tensor, charge: Tensor) -> Tensor:
+        """Return the same numbers."""
+        ctx.one = torch.ones_like(charge)
+        return x_BTD.clone()  # FSDP2 does not accept a view
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """Gradients of the stream and of the charge."""
+        return gradients[0], ctx.one
+
+
 class Decoder(nn.Module):
     """A language model over `vocabulary` tokens. `end_of_text` is for `generate`. The arithmetic does not need it."""
 
@@ -68,6 +83,9 @@ class Decoder(nn.Module):
         self.loss_chunk = CHUNK  # tokens whose logits exist at a time in the loss
         self.local_segments: Callable[[Segments], Any] = lambda segments: segments  # what attention on this rank takes
         self.add_up: Callable[[Tensor], Tensor] | None = None  # sums counts over the ranks with the other positions
+        self.top: int | None = None  # of a teacher: `forward` returns this number of likeliest tokens, and no losses
+        self.temperature = 1.0  # of a distillation: divides the logits of all but the first target of a position
+        self.charge_share: Tensor | None = None  # of a sequence's charge in the loss; None: it comes with the losses
         self.layer_shapes = shape.layer_shapes()
         self.model = Trunk(shape, vocabulary)
         scalar = shape.head == "scalar"
@@ -110,18 +128,32 @@ class Decoder(nn.Module):
         segments: Segments | None = None,
         reduction: Literal["mean", "sum", "none"] = "mean",
         cache: list[LayerCache] | None = None,
-        likeliest: int | None = None,
     ) -> Tensor | Likeliest:
         """Logits [B, T, V]. With targets, their cross-entropy in nats, fp32, over the targets that are not IGNORED:
         the mean, the sum, or each (`reduction`), without the logits of all tokens. Targets are [B, T], or several of a
-        position. With `likeliest`, that number of the likeliest tokens after each position. A scalar head gives one
+        position. With `top`, that number of the likeliest tokens after each position. A scalar head gives one
         number for each token instead: fp32 [B, T]. See `hidden` for the remaining parameters."""
         x_BTD, unevenness_B = self._hidden(tokens_BT, segments, cache)
         if self.score is not None:
-            return self.score(x_BTD)[..., 0].float()
-        if likeliest is not None:
-            return likeliest_tokens(*self._head_inputs(x_BTD), likeliest, self.loss_chunk)
+            return self.rewards(x_BTD)
+        if self.top is not None:
+            return self.likeliest(self._tempered(x_BTD), self.top)
         return self.head(x_BTD) if targets_BT is None else self.loss(x_BTD, targets_BT, reduction, unevenness_B)
+
+    def rewards(self, x_BTD: Tensor) -> Tensor:
+        """The numbers of a scalar head from the output of `hidden`: fp32 [B, T]. Tensor parallelism replaces this
+        function, and the next two."""
+        assert self.score is not None
+        rewards_BT: Tensor = self.score(x_BTD)[..., 0].float().clone()  # FSDP2 does not accept a view
+        return rewards_BT
+
+    def likeliest(self, x_BTD: Tensor, count: int) -> Likeliest:
+        """The `count` likeliest tokens after each position, from the output of `hidden`."""
+        return likeliest_tokens(*self._head_inputs(x_BTD), count, self.loss_chunk)
+
+    def _tempered(self, x_BTD: Tensor) -> Tensor:
+        """The input of the head whose logits are divided by the temperature."""
+        return x_BTD if self.temperature == 1 else x_BTD * (1 / self.temperature)
 
     def loss(
         self,
@@ -133,7 +165,12 @@ class Decoder(nn.Module):
         """The cross-entropy from the output of `hidden`, as in `forward`. If a loss balances experts, the gradient also
         includes that of their unevenness, charged for each counted token of a sequence. The value does not include
         it."""
-        losses_BT = -self.logprobs(x_BTD, targets_BT)
+        if self.temperature == 1 or targets_BT.dim() == 2:
+            losses_BT = -self.logprobs(x_BTD, targets_BT)
+        else:
+            actual_BT1, theirs_BTK = targets_BT.split((1, targets_BT.shape[2] - 1), 2)
+            logprobs = self.logprobs(x_BTD, actual_BT1), self.logprobs(self._tempered(x_BTD), theirs_BTK)
+            losses_BT = -torch.cat(logprobs, 2)
         charge_B = self.charge(unevenness_B, targets_BT)
         if charge_B is not None:  # its gradient comes with the first loss of each sequence
             losses_BT = torch.cat((losses_BT[:, :1] + (charge_B - charge_B.detach())[:, None], losses_BT[:, 1:]), 1)
@@ -143,8 +180,7 @@ class Decoder(nn.Module):
         return loss / (targets_BT != IGNORED).sum() if reduction == "mean" else loss
 
     def logprobs(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
-        """The log-probabilities of targets from the output of `hidden`: fp32 [B, T], 0 where IGNORED. Tensor
-        parallelism, which has only a part of the vocabulary, replaces this function."""
+        """The log-probabilities of targets from the output of `hidden`: fp32 [B, T], 0 where IGNORED."""
         return token_logprobs(*self._head_inputs(x_BTD), targets_BT, chunk=self.loss_chunk)
 
     def _head_inputs(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,7 +241,8 @@ class Decoder(nn.Module):
         cache: list[LayerCache] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """The residual stream of the positions [start, end) after the local layers, and the unevenness of their
-        experts in each sequence [B]. A pipeline stage has only some layers."""
+        experts in each sequence [B]. A pipeline stage has only some layers. With `charge_share` the gradient of the
+        stream includes the charge of the unevenness, which is then None."""
         positions: slice | Tensor = slice(start, end)
         if self.positions_T is not None:
             positions, end = self.positions_T, self.shape.context
@@ -222,7 +259,12 @@ class Decoder(nn.Module):
                 if self.training and isinstance(layer.mlp, Mixture):
                     layer.mlp.gate.count(load)  # not within the layer, which may be computed twice
                     unevenness_B = load.unevenness_B if unevenness_B is None else unevenness_B + load.unevenness_B
-        return x_BTD, unevenness_B
+        if self.charge_share is None or unevenness_B is None:
+            return x_BTD, unevenness_B
+        if self.shape.routing.balance == "auxiliary":
+            charge = self.shape.routing.coefficient * self.charge_share * unevenness_B.sum()
+            x_BTD = Charged.apply(x_BTD, charge)
+        return x_BTD, None
 
     def head(self, x_BTD: Tensor) -> Tensor:
         """Logits [B, T, V] from the output of `hidden`. Positions are independent, so they may come in parts."""

@@ -185,14 +185,19 @@ HUB = "hf://"
 
 
 def peft_files(
-    shapes: Mapping[str, tuple[int, ...]], rows: Callable[[str], Iterator[Tensor]], lora: Lora, base: str
+    shapes: Mapping[str, tuple[int, ...]],
+    whole: Mapping[str, tuple[int, ...]],
+    rows: Callable[[str], Iterator[Tensor]],
+    lora: Lora,
+    base: str,
 ) -> list[ExportFile]:
-    """The files of adapters with these shapes for the weights at `base` (see `model.init_from`). Their names begin
-    with FOLDER."""
+    """The files of adapters with these shapes for the weights at `base` (see `model.init_from`), and of matrices that
+    are trained as a `whole`: a scalar head. Their names begin with FOLDER."""
 
     def named(name: str) -> Iterator[Tensor]:
         return rows(name.removeprefix(PREFIX))
 
+    shapes = {**shapes, **whole}
     name, _, revision = base.removeprefix(HUB).partition("@") if base.startswith(HUB) else (base, "", "")
     config = {
         "base_model_name_or_path": name,
@@ -202,12 +207,12 @@ def peft_files(
         "init_lora_weights": True,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,
-        "modules_to_save": None,
+        "modules_to_save": [name.removesuffix(".weight") for name in whole] or None,
         "peft_type": "LORA",
         "r": lora.rank,
         "revision": revision or None,
         "target_modules": sorted(lora.targets),
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if whole else "CAUSAL_LM",
         "use_rslora": lora.rslora,
     }
     return [

@@ -214,6 +214,7 @@ def _locate(files: Files, rows: Mapping[str, list[Rows]], found: ReadConfig) -> 
     places: dict[str, Place] = {}
     for file in _weight_files(files):
         places |= read_header(files, file)
+    places = _of_text(places)
     shapes: dict[str, tuple[int, ...]] = {}
     for name, parts in rows.items():
         shape = shape_of(parts)
@@ -248,6 +249,21 @@ def _locate(files: Files, rows: Mapping[str, list[Rows]], found: ReadConfig) -> 
         if name.endswith((BLOCKS, SCALES)) and places[name].dtype != "U8":
             raise DataError(f"{files.where}: {name} is {places[name].dtype}; MXFP4 needs U8")
     return {name: places[name] for name in chosen}
+
+
+def _of_text(places: Mapping[str, Place]) -> dict[str, Place]:
+    """The tensors of the language model, by the names of a model without images. transformers 4 and 5 write other
+    names for the language model of Gemma 3."""
+    if not any(".language_model." in f".{name}" for name in places):
+        return dict(places)
+    named = {}
+    for name, place in places.items():
+        before, inside, after = name.rpartition("language_model.")
+        if inside:
+            named[after if after.startswith(("model.", "lm_head.")) else before + after] = place
+        elif name.startswith("lm_head."):
+            named[name] = place
+    return named
 
 
 def _source(places: Mapping[str, Place], file: str, rows: Rows) -> Source:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from holdfast.model import nf4
-from holdfast.model.decoder import Decoder
+from holdfast.model.decoder import SCORE, Decoder
 from holdfast.model.export import Rows
 from holdfast.model.layers import Linear
 from holdfast.spec.model import Model
@@ -57,15 +57,6 @@ class FrozenLinear(Linear):
         stored = (self.packed, self.block_scale) if self.stored == "nf4" else (self.weight,)
         result: Tensor = _FrozenProduct.apply(x.to(wide), *stored)
         return result if self.bias is None else result + self.bias.to(wide)
-
-    def expanded(self) -> Tensor:
-        """The matrix of NF4, fp32."""
-        return nf4.dequantise(self.packed, self.block_scale)
-
-    def store(self, matrix: Tensor) -> None:
-        """Store a matrix as NF4."""
-        for target, values in zip((self.packed, self.block_scale), nf4.quantise(matrix), strict=True):
-            target.copy_(values)
 
 
 class _FrozenProduct(torch.autograd.Function):
@@ -111,12 +102,12 @@ def scale_of(lora: Lora) -> float:
 
 
 def add_adapters(decoder: Decoder, lora: Lora) -> None:
-    """Give each layer in `lora.targets` an adapter with unfilled weights, and freeze everything else. The matrices of
-    all layers are stored as `lora.base` says. Does nothing without a rank."""
+    """Give each layer in `lora.targets` an adapter with unfilled weights, and freeze everything else but a scalar head.
+    The matrices of all layers are stored as `lora.base` says. Does nothing without a rank."""
     if lora.rank is None:
         return
-    for parameter in decoder.parameters():
-        parameter.requires_grad_(False)
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(name == SCORE)
     for block in decoder.model.layers:
         for part in () if block is None else list(block.children()):  # a pipeline stage has only some layers
             for name, base in list(part.named_children()):

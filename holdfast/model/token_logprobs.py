@@ -63,16 +63,56 @@ class Likeliest(NamedTuple):
 
 
 @torch.no_grad()
-def likeliest_tokens(hidden_BTD: Tensor, head_VD: Tensor, count: int, chunk: int = CHUNK) -> Likeliest:
-    """The `count` likeliest tokens after each position, from all of the vocabulary, and their log-probabilities."""
+def likeliest_tokens(
+    hidden_BTD: Tensor,
+    head_VD: Tensor,
+    count: int,
+    chunk: int = CHUNK,
+    *,
+    group: dist.ProcessGroup | None = None,
+    first_token: int = 0,
+) -> Likeliest:
+    """The `count` likeliest tokens after each position, from all of the vocabulary, and their log-probabilities. The
+    remaining parameters are those of `token_logprobs`."""
     shape = (*hidden_BTD.shape[:2], count)
     tokens_BTK = torch.empty(shape, dtype=torch.int64, device=hidden_BTD.device)
     logprobs_BTK = torch.empty(shape, dtype=_precise(hidden_BTD.dtype), device=hidden_BTD.device)
     for row, tokens in _chunks(tokens_BTK, chunk):
         logits_CV = (hidden_BTD[row, tokens] @ head_VD.T).to(logprobs_BTK.dtype)
-        largest_CK, tokens_BTK[row, tokens] = logits_CV.topk(count, 1)
-        logprobs_BTK[row, tokens] = largest_CK - logits_CV.logsumexp(1, keepdim=True)
+        if group is None:
+            largest_CK, tokens_BTK[row, tokens] = logits_CV.topk(count, 1)
+            lse_C = logits_CV.logsumexp(1)
+        else:
+            largest_CK, tokens_BTK[row, tokens] = _likeliest_of_shards(logits_CV, count, group, first_token)
+            lse_C = largest_CK[:, 0] + _sums_over_shards(logits_CV, largest_CK[:, 0], group).log()
+        logprobs_BTK[row, tokens] = largest_CK - lse_C[:, None]
     return Likeliest(tokens_BTK, logprobs_BTK)
+
+
+def _likeliest_of_shards(
+    logits_CV: Tensor, count: int, group: dist.ProcessGroup, first_token: int
+) -> tuple[Tensor, Tensor]:
+    """The `count` largest logits of all shards and their tokens: the largest of each shard's largest. A shard may have
+    fewer than `count` tokens."""
+    own = min(count, logits_CV.shape[1])
+    mine = logits_CV.new_full((len(logits_CV), count), -torch.inf), logits_CV.new_zeros(len(logits_CV), count).long()
+    mine[0][:, :own], mine[1][:, :own] = logits_CV.topk(own, 1)
+    mine[1].add_(first_token)
+    logits_CS, tokens_CS = (_side_by_side(part, group) for part in mine)
+    largest_CK, place_CK = logits_CS.topk(count, 1)
+    return largest_CK, tokens_CS.gather(1, place_CK)
+
+
+def _side_by_side(part: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = part.new_empty(group.size(), *part.shape)
+    dist.all_gather_single(parts.view(-1), part.reshape(-1), group=group)
+    return torch.cat(parts.unbind(), 1)
+
+
+def _sums_over_shards(logits_CV: Tensor, largest_C: Tensor, group: dist.ProcessGroup) -> Tensor:
+    sums_C = (logits_CV - largest_C[:, None]).exp_().sum(1)
+    dist.all_reduce(sums_C, group=group)
+    return sums_C
 
 
 class _TokenLogprobs(torch.autograd.Function):

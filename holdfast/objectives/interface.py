@@ -16,9 +16,9 @@ from holdfast.model.token_logprobs import Likeliest
 from holdfast.objectives.micro_batches import MicroBatch
 
 # What an objective uses in addition to the losses of the trained model: the losses of a frozen reference model, the
-# divergence from it on answers to other prompts, the likeliest tokens of a frozen teacher, or whole logits instead of
-# losses.
-Need = Literal["reference", "divergence", "teacher", "logits"]
+# divergence from it on answers to other prompts, the likeliest tokens of a frozen teacher, whole logits instead of
+# losses, or all positions of a row, because it adds up documents.
+Need = Literal["reference", "divergence", "teacher", "logits", "documents"]
 
 
 class ObjectiveInputs(NamedTuple):

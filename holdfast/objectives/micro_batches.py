@@ -23,6 +23,11 @@ class MicroBatch(NamedTuple):
     segments: Segments  # the documents of whole rows, for attention; each row is one without masks
     marks: Tensor  # [B, T]: the targets with their marks
 
+    def some(self, rows: slice) -> MicroBatch:
+        """Some of the rows. The segments remain those of all."""
+        documents = None if self.documents is None else self.documents[rows]
+        return MicroBatch(self.tokens[rows], self.targets[rows], documents, self.segments, self.marks[rows])
+
 
 def micro_batches(rows: Tensor, size: int, end_of_text: int | None, device: torch.device) -> Iterator[MicroBatch]:
     """`size` rows at a time on a device, with documents if `end_of_text` is given. `rows` are [rows, context + 1] ids

@@ -27,7 +27,7 @@ class DirectPreference:
     beta * margin). The margin is how much more the model prefers the chosen answer than the reference does, in nats.
     """
 
-    needs: ClassVar[frozenset[Need]] = frozenset({"reference"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"reference", "documents"})
     terms: tuple[str, ...] = ("pair_loss", "reward_accuracy", "reward_margin")
     weights: tuple[float, ...] = (1.0,)
 
@@ -52,7 +52,7 @@ class OddsRatio:
     cross-entropy of the chosen answers' tokens, plus beta times the mean over the pairs of -log sigmoid of the log odds
     ratio. The probability of an answer is the geometric mean of its tokens'."""
 
-    needs: ClassVar[frozenset[Need]] = frozenset()
+    needs: ClassVar[frozenset[Need]] = frozenset({"documents"})
     terms: tuple[str, ...] = ("cross_entropy", "odds_ratio_loss", "reward_accuracy", "reward_margin")
 
     def __init__(self, beta: float) -> None:
@@ -80,7 +80,7 @@ class RewardModel:
     """Pairwise ranking loss of a model with a scalar head (Ouyang et al. 2022): -log sigmoid of the difference of the
     rewards. The reward of an answer is the number at its last token."""
 
-    needs: ClassVar[frozenset[Need]] = frozenset()
+    needs: ClassVar[frozenset[Need]] = frozenset({"documents"})
     terms: tuple[str, ...] = ("pair_loss", "reward_accuracy", "reward_margin")
     weights: tuple[float, ...] = (1.0,)
 

@@ -29,7 +29,7 @@ class UnpairedPreference:
     1 - sigmoid(beta * (z - r)) if not. r is the model's log-likelihood of the answer minus the reference's, and z the
     divergence."""
 
-    needs: ClassVar[frozenset[Need]] = frozenset({"reference", "divergence"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"reference", "divergence", "documents"})
     terms: tuple[str, ...] = ("answer_loss", "desirable_reward", "undesirable_reward", "divergence")
     weights: tuple[float, ...] = (1.0,)
 

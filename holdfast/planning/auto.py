@@ -21,6 +21,7 @@ from holdfast.planning.shape import Architecture
 from holdfast.spec import rules
 from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.errors import Problem, SpecError
+from holdfast.spec.model import Model
 from holdfast.spec.rules.objective import objective_name
 from holdfast.spec.tree import Spec
 
@@ -172,14 +173,16 @@ def vocabulary_of(spec: Spec) -> int | None:
     return spec.data.tokenizer.vocabulary if spec.data.tokenizer.kind == "bpe" else None
 
 
-def task_of(spec: Spec, here: Accelerator, gpus: int, vocabulary: int) -> Task:
-    """The training task of the spec on `gpus` accelerators. Raises SpecError when these are not whole nodes."""
+def task_of(spec: Spec, here: Accelerator, gpus: int, vocabulary: int, teacher: Model | None = None) -> Task:
+    """The training task of the spec on `gpus` accelerators. `teacher` is that of a distillation, if it can be read.
+    Raises SpecError when these are not whole nodes."""
     if gpus > here.node and gpus % here.node:
         declared = gpus == spec.world_size
         field, value = ("parallel.processes", spec.parallel.processes) if declared else ("--gpus", gpus)
         remedy = f"use a multiple of {here.node}{f', or at most {here.node}' if declared else ''}"
         raise SpecError([Problem(field, value, f"makes no whole nodes of {here.node} {here.name}", remedy)])
     training = spec.training
+    guide = None if teacher is None else Architecture.of(teacher, vocabulary)
     return Task(
         Architecture.of(spec.model, vocabulary),
         here,
@@ -189,15 +192,15 @@ def task_of(spec: Spec, here: Accelerator, gpus: int, vocabulary: int) -> Task:
         training.precision,
         training.compile,
         training.micro_batch if training.determinism == "elastic" else None,
-        updates=Updates.of(training, objective_name(spec)),
+        updates=Updates.of(training, objective_name(spec), guide),
         samples=BatchSizes.of(training).before(training.steps),
     )
 
 
-def declared_task(spec: Spec, here: Accelerator, vocabulary: int) -> Task:
+def declared_task(spec: Spec, here: Accelerator, vocabulary: int, teacher: Model | None = None) -> Task:
     """The task on the ranks that the spec declares, which may fill nodes only partly."""
     node = min(here.node, spec.parallel.processes)
-    return task_of(spec, here.model_copy(update={"node": node}), spec.world_size, vocabulary)
+    return task_of(spec, here.model_copy(update={"node": node}), spec.world_size, vocabulary, teacher)
 
 
 def layout_fields(task: Task, layout: Layout) -> dict[str, Any]:
@@ -205,14 +208,15 @@ def layout_fields(task: Task, layout: Layout) -> dict[str, Any]:
     return {name: value for name, value in fields_of(task, layout).items() if name not in LEFT_TO_THE_SPEC}
 
 
-def best(spec: Spec, vocabulary: int | None, *, here: bool) -> Candidate:
-    """The layout for `parallel: auto`. `vocabulary` overrides the spec's. Raises SpecError without any layout."""
+def best(spec: Spec, vocabulary: int | None, *, here: bool, teacher: Model | None = None) -> Candidate:
+    """The layout for `parallel: auto`. `vocabulary` overrides the spec's, and `teacher` is that of a distillation.
+    Raises SpecError without any layout."""
     size = vocabulary or vocabulary_of(spec) or UNKNOWN_VOCABULARY
     found_here = accelerator_of(spec, here=here)
     if found_here.kind != spec.cluster.accelerator:
         problem = f"is of the kind {found_here.kind}, and cluster.accelerator says {spec.cluster.accelerator}"
         raise SpecError([Problem("cluster.product", found_here.name, problem, "make the two agree")])
-    return _best(spec, declared_task(spec, found_here, size))
+    return _best(spec, declared_task(spec, found_here, size, teacher))
 
 
 def _best(spec: Spec, task: Task, below: float | None = None) -> Candidate:

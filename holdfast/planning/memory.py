@@ -31,6 +31,14 @@ BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}  # of an activation;
 
 
 @dataclass(frozen=True)
+class Teacher:
+    """The frozen model of a distillation."""
+
+    shape: Architecture
+    top: int  # likeliest tokens of each position
+
+
+@dataclass(frozen=True)
 class Practice:
     """How an engine computes, as far as it affects memory."""
 
@@ -47,6 +55,7 @@ class Practice:
     lora: Lora = field(default_factory=Lora)  # adapters to frozen weights
     loss_chunk: int = LOSS_CHUNK  # tokens whose logits exist at a time
     reference: bool = False  # a frozen copy of the first weights (dpo and kto)
+    teacher: Teacher | None = None  # of a distillation
 
 
 PAPER = Practice(state=MEGATRON, flash=False, selective="attention")  # Megatron-LM of 2021 and 2022
@@ -65,10 +74,13 @@ class Updates:
     loss_chunk: int = LOSS_CHUNK
     reference: bool = False  # see Practice
     average: bool = False  # of the weights (training.ema)
+    teacher: Teacher | None = None
 
     @classmethod
-    def of(cls, training: Training, objective: ObjectiveName = "next_token") -> Self:
-        """The values of a spec with this objective."""
+    def of(
+        cls, training: Training, objective: ObjectiveName = "next_token", teacher: Architecture | None = None
+    ) -> Self:
+        """The values of a spec with this objective, and its teacher if it is known."""
         return cls(
             lamb=training.optimizer.kind == "lamb",
             elastic=training.determinism == "elastic",
@@ -78,6 +90,7 @@ class Updates:
             loss_chunk=training.loss_chunk,
             average=training.ema.decay is not None,
             reference=objective in ("dpo", "kto") and training.lora.rank is None,
+            teacher=None if teacher is None else Teacher(teacher, training.distillation.top_k),
         )
 
 
@@ -99,6 +112,7 @@ def practice_here(precision: str, layout: Layout, kind: str, updates: Updates | 
         lora=updates.lora,
         loss_chunk=updates.loss_chunk,
         reference=updates.reference,
+        teacher=updates.teacher,
     )
 
 
@@ -254,6 +268,8 @@ def _head(shape: Architecture, layout: Layout, precision: str, practice: Practic
     logits = chunk * shape.vocabulary / layout.tensor
     norm = shape.hidden * (stream * (1 if practice.fused_norm else 2) + size * (2 if practice.autocast else 1))
     kept = tokens * norm + 12.0 * whole  # with the sums of exponentials and the log-probabilities in fp32
+    if practice.teacher is not None:
+        kept += _taught(practice.teacher.top) * whole
     forward = logits * 8.0  # in fp32, and their exponentials
     backward = logits * (4.0 if precision == "fp32" else 4.0 + size)  # their gradient, also in 16 bits
     backward += whole * shape.hidden * size  # the gradient of the head's input
@@ -262,6 +278,22 @@ def _head(shape: Architecture, layout: Layout, precision: str, practice: Practic
     return kept, forward, backward
 
 
+def _frozen_models(shape: Architecture, layout: Layout, practice: Practice, stage: int) -> tuple[float, float]:
+    """Elements of the reference model and the teacher on one rank before sharding, and those of their ends."""
+    shapes = [shape] if practice.reference else []
+    shapes += [practice.teacher.shape] if practice.teacher is not None else []
+    parts = [stage_parameters(each, layout, stage) for each in shapes]
+    all_elements = sum(dense + experts / layout.expert_shards(1) + ends for dense, experts, ends in parts)
+    return all_elements, sum(ends for _, _, ends in parts)
+
+
+def _taught(top: int) -> float:
+    """Bytes of a token whose `top` likeliest tokens are learned: those tokens and the targets as integers, and what
+    the divergence keeps in fp32."""
+    return 8.0 * top + 8.0 * (top + 1) + 4.0 * KEPT_OF_TEACHER * top
+
+
+KEPT_OF_TEACHER = 6  # values of each likeliest token: of both models, their exponentials and differences
 STORED = {"fp32": 4.0, "bf16": 2.0, "nf4": 0.5 + 4 / 64}  # bytes of an element of a frozen matrix
 EXPANDING = 8.0  # bytes of an element while NF4 is expanded: indices and values
 
@@ -367,9 +399,9 @@ def _stage(
         if full and (shards > 1 or "weights" in offloaded_parts)
         else 0.0
     )
-    if practice.reference:
-        weights += 4.0 * (sharded if full else held)
-        gathered += size * ends if full and shards > 1 else 0.0  # its ends stay gathered
+    theirs, their_ends = _frozen_models(shape, layout, practice, stage)
+    weights += 4.0 * (theirs / shards if full else theirs)
+    gathered += size * their_ends if full and shards > 1 else 0.0  # the ends of each model stay gathered
     if not full and layout.expert_shards(1) > 1:  # a layer's experts are gathered for the computation
         gathered = (2 * size + 4) * experts / layers
 

@@ -10,6 +10,7 @@ from functools import cached_property
 from holdfast.checkpoint import Checkpointer, Manifest, TensorBox
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine, Scalars
+from holdfast.engines.packed_base import PackedBase
 from holdfast.engines.weights import (
     AdaptedState,
     AveragedState,
@@ -21,6 +22,7 @@ from holdfast.engines.weights import (
 )
 from holdfast.model.hub import TEACHER_FIELD, require_weights
 from holdfast.spec.plan import Plan, require_plan
+from holdfast.store import Store
 from holdfast.telemetry import phases
 
 
@@ -33,10 +35,11 @@ class StateLoader:
     engine: Engine
     plan: Plan
     replan: bool
+    store: Store | None = None  # of the packed base
 
     @cached_property
     def _first(self) -> FirstState:
-        return first_state(self.spec, self.vocabulary)
+        return first_state(self.spec, self.vocabulary, self.store)
 
     def fill_frozen(self) -> bool:
         """Fill the weights that are not trained. Returns whether there are any."""
@@ -77,9 +80,9 @@ class StateLoader:
         require_left_out_taken(manifest.tensors, self.engine.boxes())
 
 
-def first_state(spec: Assignment, vocabulary: int) -> FirstState:
-    """The state before the first step, according to the spec. Raises DataError if the weights differ from those in the
-    run's identity."""
+def first_state(spec: Assignment, vocabulary: int, store: Store | None = None) -> FirstState:
+    """The state before the first step, according to the spec. The `store` keeps a packed base. Raises DataError if the
+    weights differ from those in the run's identity."""
     seeded, own, teacher = (
         SeededState(spec.model, spec.training.seed),
         spec.model.init_from,
@@ -91,9 +94,17 @@ def first_state(spec: Assignment, vocabulary: int) -> FirstState:
     if own is not None:
         if is_checking:
             require_weights(own, digest)
-        state = AdaptedState(ImportedState(own, spec.model, vocabulary), seeded)
+        state = AdaptedState(ImportedState(own, spec.model, vocabulary, _packed_base(spec, store, digest)), seeded)
     if spec.training.ema.decay is not None:
         state = AveragedState(state)
     if teacher is not None and is_checking:
         require_weights(teacher, theirs, TEACHER_FIELD)
     return state if teacher is None else TaughtState(state, ImportedState(teacher, None, vocabulary))
+
+
+def _packed_base(spec: Assignment, store: Store | None, digest: str) -> PackedBase | None:
+    """The packed base of a run that stores one. The ranks of a stage hold the same matrices."""
+    if store is None or not digest or spec.training.lora.rank is None or spec.training.lora.base != "nf4":
+        return None
+    ranks = int(os.environ.get("WORLD_SIZE", "1")) // spec.parallel.pipeline
+    return PackedBase(store, digest, int(os.environ.get("RANK", "0")) % ranks, ranks)

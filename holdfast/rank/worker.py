@@ -114,7 +114,7 @@ def work(
         leave.raise_if_stopping("before the state was loaded")
 
         phases.enter("restore")
-        loader = StateLoader(spec, dataset.vocabulary, engine, plan, launched.replan)
+        loader = StateLoader(spec, dataset.vocabulary, engine, plan, launched.replan, store)
         frozen = loader.fill_frozen()
         checkpointer = Checkpointer(
             store,

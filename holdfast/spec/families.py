@@ -57,9 +57,9 @@ PRESETS: dict[str, Preset] = {
     "mistral": Preset(scalar_head=True, fields=("head_dim", "sliding_window")),
     "qwen2": Preset(biases="qkv", scalar_head=True),
     "qwen3": Preset(query_key_norm="head", scalar_head=True, fields=("head_dim",)),
-    "mixtral": Preset(mixture=True, normalised=True, fields=("head_dim", "sliding_window")),
-    "qwen2_moe": Preset(mixture=True, biases="qkv", shared="weighted"),
-    "qwen3_moe": Preset(mixture=True, query_key_norm="head", fields=("head_dim",)),
+    "mixtral": Preset(mixture=True, scalar_head=True, normalised=True, fields=("head_dim", "sliding_window")),
+    "qwen2_moe": Preset(mixture=True, scalar_head=True, biases="qkv", shared="weighted"),
+    "qwen3_moe": Preset(mixture=True, scalar_head=True, query_key_norm="head", fields=("head_dim",)),
     "dots1": Preset(mixture=True, query_key_norm="head", router="sigmoid", shared="plain", dense_first=True),
     "olmo2": Preset(norms="post", norm_in_fp32=True, query_key_norm="whole", scalar_head=True),
     "olmo3": Preset(
@@ -87,6 +87,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "gpt_oss": Preset(
         mixture=True,
+        scalar_head=True,
         norm_in_fp32=True,
         pattern=("sliding", "full"),
         biases="qkvo",
@@ -105,6 +106,7 @@ PRESETS: dict[str, Preset] = {
     ),
     "deepseek_v3": Preset(
         mixture=True,
+        scalar_head=True,
         router="sigmoid",
         shared="plain",
         dense_first=True,

@@ -80,6 +80,8 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         fields["model"]["init_from"] = start
     if teacher:
         fields["training"]["distillation"]["teacher"] = teacher
+    if spec.training.distillation.temperature == 1:
+        del fields["training"]["distillation"]["temperature"]  # run ids are older than the field
     if spec.training.optimizer.kind == "adamw":
         del fields["training"]["optimizer"]["kind"]  # it was the only kind when run ids were introduced
     _drop_unused(fields["training"], spec.training)

@@ -223,6 +223,13 @@ class Distillation(Section):
     )
     top_k: int = Field(32, ge=1, le=4096, description="The teacher's likeliest tokens that each position learns.")
     hard_weight: float = Field(0.0, ge=0, description="Weight of the cross-entropy of the actual next tokens.")
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        le=100,
+        description="The divergence is that of the logits divided by this number, of teacher and model. It is not "
+        "multiplied by its square.",
+    )
 
 
 class Training(Section):

@@ -2,6 +2,7 @@
 
 datasets/<dataset-id>/dataset.json + shards
          _units/<digest>/      tokenized units of preprocess: a cache
+bases/<weights>/nf4/<matrix>  a quantized matrix of frozen weights, by the digest of the weights
 code/<digest>                 a bundle of a user's code, named by the whole digest of its bytes
 runs/<run-id>/run.json                        the run's metadata: spec, dataset id, salt
               parent.json                     the run and the step that it was forked from, whose bytes it began with
@@ -57,6 +58,11 @@ def dataset(dataset_id: str, name: str = "dataset.json") -> str:
 def unit(digest: str, name: str = "") -> str:
     """The result of preprocess for one unit of a source: a cache by content, shared by all datasets."""
     return f"datasets/_units/{digest}/{name}"
+
+
+def packed_base(weights: str, matrix: str) -> str:
+    """A quantized matrix of the weights with this digest."""
+    return f"bases/{weights}/nf4/{matrix}"
 
 
 def code(digest: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Gemma3ForConditionalGeneration
 
 from holdfast.model.attention.segments import Segments
 from holdfast.model.config.reader import read_config
@@ -510,3 +510,29 @@ def test_biases_begin_at_zero_and_are_counted() -> None:
     assert not initial_tensor(name, shapes[name], model, 0).any()
     wide = ours_of("qwen3")
     assert flops_per_token(wide, VOCABULARY) - flops_per_token(wide, VOCABULARY, 1) == 12 * 2 * 4 * 20 * (CONTEXT - 1)
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model."], ids=["written by 5", "by 4"])
+def test_the_language_model_of_a_gemma_that_sees_images_is_read(tmp_path: Path, prefix: str) -> None:
+    text = theirs_of("gemma3_text")
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+              "image_size": 16, "patch_size": 8}  # fmt: skip
+    settings = AutoConfig.for_model(
+        "gemma3", text_config=text.config.to_dict(), vision_config=vision, mm_tokens_per_image=1
+    )
+    both = Gemma3ForConditionalGeneration(settings).eval()
+    both.model.language_model.load_state_dict(text.model.state_dict())
+    both.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if "language_model." in name]:
+        after = name.rpartition("language_model.")[2].removeprefix("model.")
+        tensors[prefix + after] = tensors.pop(name)
+    save_file(tensors, file, metadata={"format": "pt"})
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
+    require_fit(read_hugging_face(tmp_path), ours_of("gemma3_text"), VOCABULARY)
+    ours, _ = load_exported(tmp_path)
+    assert same_logits("gemma3_text", ours(TOKENS), text(TOKENS).logits)
+    changed = json.loads((tmp_path / "config.json").read_text()) | {"text_config": 3}
+    with pytest.raises(DataError, match="text_config is 3; an object is needed"):
+        read_config("c", changed)

@@ -22,12 +22,14 @@ import torch
 from torch import Tensor
 
 from holdfast.dataset.vocabulary import ENDS, UNCOUNTED, UNDESIRABLE
+from holdfast.model.decoder import Decoder
 from holdfast.model.token_logprobs import IGNORED, likeliest_tokens, token_logprobs
 from holdfast.objectives.distillation import TopKDistillation
 from holdfast.objectives.interface import Objective, ObjectiveInputs, count_terms, metrics_of, weighted
 from holdfast.objectives.micro_batches import micro_batches
 from holdfast.objectives.preference import DirectPreference, OddsRatio, RewardModel
 from holdfast.objectives.unpaired import UnpairedPreference, divergence_of, divergence_sums, mismatched
+from holdfast.spec.model import Model
 
 TRL: dict[str, Any] = json.loads(Path(__file__).with_name("trl.json").read_text(encoding="utf-8"))
 CPU = torch.device("cpu")
@@ -134,12 +136,17 @@ def test_the_ranking_loss_of_a_reward_model_is_that_of_trl() -> None:
           | {"gradient": [[x] for x in expected["gradient"]]})  # fmt: skip
 
 
-def distilled(student: Tensor, teacher: Tensor, targets: Tensor, top: int) -> Tensor:
+def distilled(student: Tensor, teacher: Tensor, targets: Tensor, top: int, temperature: float = 1.0) -> Tensor:
     """The terms of a distillation with these logits, each divided by the number of targets."""
     eye = torch.eye(student.shape[-1])
-    likeliest = likeliest_tokens(teacher, eye, top)
+    likeliest = likeliest_tokens(teacher / temperature, eye, top)
     theirs = likeliest.tokens.where(targets[..., None] != IGNORED, IGNORED)
-    losses = -token_logprobs(student, eye, torch.cat((targets[..., None], theirs), -1))
+    if temperature == 1:
+        losses = -token_logprobs(student, eye, torch.cat((targets[..., None], theirs), -1))
+    else:
+        model = Decoder(Model(layers=1, hidden=8, heads=1, tie_embeddings=False), len(eye))
+        model.temperature, model.lm_head.weight.data = temperature, eye
+        losses = model.loss(student, torch.cat((targets[..., None], theirs), -1), "none")
     batch: Any = SimpleNamespace(targets=targets)
     return TopKDistillation(0.5).sums(ObjectiveInputs(losses, teacher=likeliest), batch) / (targets != IGNORED).sum()
 
@@ -150,6 +157,8 @@ def test_a_distillation_from_the_whole_vocabulary_is_that_of_trl() -> None:
         torch.tensor(record[which], requires_grad=which == "student") for which in ("student", "teacher")
     )
     targets = torch.tensor(record["targets"])
+    warm, _ = distilled(student, teacher, targets, 7, 2.0)
+    assert float(warm) == pytest.approx(record["2.0"]["loss"], abs=WITHIN)
     divergence, cross_entropy = distilled(student, teacher, targets, 7)
     assert float(divergence) == pytest.approx(record["1.0"]["loss"], abs=WITHIN)
     (gradient,) = torch.autograd.grad(divergence, student, retain_graph=True)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks._living import Living
+from holdfast.corpus.starting_model import teacher_of
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.torch.engine import TorchEngine
 from holdfast.model.decoder import Decoder
@@ -29,6 +31,7 @@ from holdfast.spec import Spec, parse_spec
 from holdfast.spec.model import Model
 from holdfast.spec.rules.objective import objective_name
 from holdfast.spec.training import KEEPING
+from tests.model.tiny_model import decoder, export, shape
 
 VOCABULARY = 512
 BAR = 0.05  # S1
@@ -61,7 +64,9 @@ def spec_of(layers: int = 4, micro_batch: int = 4, tied: bool = True, **training
 
 def planned(spec: Spec, vocabulary: int) -> Memory:
     layout = Layout(micro_batch=spec.training.micro_batch, checkpointing=spec.training.activation_checkpointing)
-    updates = Updates.of(spec.training, objective_name(spec))
+    teacher = teacher_of(spec)
+    guide = None if teacher is None else Architecture.of(teacher, vocabulary)
+    updates = Updates.of(spec.training, objective_name(spec), guide)
     practice = practice_here(spec.training.precision, layout, "cpu", updates)
     return memory(
         Architecture.of(spec.model, vocabulary), layout, HERE, global_batch=spec.training.global_batch,
@@ -74,7 +79,7 @@ def measured(spec: Spec, vocabulary: int) -> int:
     engine = TorchEngine(Assignment.of(spec, "run", "dataset"), vocabulary, 3)
     rows = torch.arange(spec.training.global_batch * (spec.model.context + 1)) % vocabulary
     state = [box.data for box in engine.boxes()]
-    models = filter(None, (*engine._parts, engine._reference))
+    models = (*engine._parts, *engine._frozen.reference, *engine._frozen.teacher)
     frozen = [each for part in models for each in (*part.parameters(), *part.buffers())]
     state += [each.data for each in frozen if not each.requires_grad and each.shape[0] != spec.model.context]
     is_bad = (lambda loss, *_: loss.isinf()) if spec.training.anomalies.action != "stop" else None
@@ -123,6 +128,28 @@ def test_the_memory_of_a_real_step_of_preferences_has_the_reference_model(precis
     )
     memory = planned(spec, VOCABULARY)
     assert memory.terms["weights"] == 2 * 4 * parameter_count(spec.model, VOCABULARY)
+    estimate = memory.total - memory.terms["fragmentation"]
+    assert estimate == pytest.approx(measured(spec, VOCABULARY), rel=BAR)
+
+
+@pytest.mark.parametrize("top", [8, 64])
+def test_the_memory_of_a_real_step_of_a_distillation_has_the_teacher(tmp_path: Path, top: int) -> None:
+    guide = shape(layers=4, hidden=256, heads=4, context=64)
+    export(tmp_path, decoder(guide, VOCABULARY))
+    spec = parse_spec(
+        f"""
+        name: a
+        store: s3://bucket/prefix
+        data: {{sources: [{{uri: x}}]}}
+        model: {{layers: 8, hidden: 192, heads: 6, kv_heads: 2, context: 64}}
+        training:
+          {{steps: 3, global_batch: 8, micro_batch: 2, objective: distillation,
+           distillation: {{teacher: "{tmp_path}", top_k: {top}}}}}
+        """
+    )
+    memory = planned(spec, VOCABULARY)
+    weights = parameter_count(spec.model, VOCABULARY) + parameter_count(guide, VOCABULARY)
+    assert memory.terms["weights"] == 4 * weights
     estimate = memory.total - memory.terms["fragmentation"]
     assert estimate == pytest.approx(measured(spec, VOCABULARY), rel=BAR)
 

@@ -22,17 +22,22 @@ from tests.train.ranks import Steps, join_exactly, steps_of
 from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec
 
 TOP, WEIGHT, RATE, STEPS, END = 6, 0.5, 0.02, 3, 0
+STAGES = ("parallel.pipeline=2", "model.tie_embeddings=false", "training.micro_batch=1")
 LAYOUTS = (
     (1, ("parallel.strategy=ddp",)),
     (2, ("parallel.strategy=ddp", "training.micro_batch=1")),
     (2, ("parallel.strategy=fsdp", "training.determinism=elastic")),
+    (2, ("parallel.tensor=2",)),
+    (2, ("parallel.context=2",)),
+    (2, STAGES),
 )
+WARM = ("training.distillation.temperature=2.0",)
 
 
 @pytest.fixture(scope="module")
 def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("teacher")
-    export(folder, decoder(shape(layers=1, hidden=48), VOCABULARY))
+    export(folder, decoder(shape(layers=3, hidden=48), VOCABULARY))
     return folder
 
 
@@ -47,10 +52,10 @@ def global_batch(step: int) -> Tensor:
     return torch.randint(1, VOCABULARY, (8, 17), generator=torch.Generator().manual_seed(step))
 
 
-def reference(teacher: Path) -> list[tuple[float, float]]:
+def reference(teacher: Path, temperature: float = 1.0) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step of a plain loop in fp64 over all logits."""
     spec = tiny_spec(*fields(teacher))
-    student, guide = Decoder(spec.model, VOCABULARY), decoder(shape(layers=1, hidden=48), VOCABULARY).double()
+    student, guide = Decoder(spec.model, VOCABULARY), decoder(shape(layers=3, hidden=48), VOCABULARY).double()
     initialise(student, spec.training.seed)
     student.double()
     settings = spec.training.optimizer
@@ -64,9 +69,9 @@ def reference(teacher: Path) -> list[tuple[float, float]]:
     curve = []
     for step in range(STEPS):
         rows = global_batch(step)
-        ours, theirs = student(rows[:, :-1]).log_softmax(-1), guide(rows[:, :-1]).detach().softmax(-1)
+        logits, theirs = student(rows[:, :-1]), (guide(rows[:, :-1]).detach() / temperature).softmax(-1)
         top, tokens = theirs.topk(TOP)
-        mine = ours.gather(-1, tokens)
+        ours, mine = logits.log_softmax(-1), (logits / temperature).log_softmax(-1).gather(-1, tokens)
         rest, own_rest = 1 - top.sum(-1), 1 - mine.exp().sum(-1)
         divergence = (top * (top.log() - mine)).sum(-1) + rest * (rest.log() - own_rest.log())
         loss = divergence.mean() - WEIGHT * ours.gather(-1, rows[:, 1:, None]).mean()
@@ -83,7 +88,9 @@ def _steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> l
     results = []
     for overrides in runs:
         spec = tiny_assignment(*overrides, f"parallel.processes={size}")
-        spec = spec.model_copy(update={"first_weights": first_weights_digest(tiny_spec(*overrides))})
+        spec = spec.model_copy(
+            update={"first_weights": first_weights_digest(tiny_spec(*overrides, f"parallel.processes={size}"))}
+        )
         engine, first = build_engine(spec, VOCABULARY, END), first_state(spec, VOCABULARY)
         for box in engine.frozen():
             first.fill([box])
@@ -94,12 +101,13 @@ def _steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> l
 
 
 def test_every_layout_learns_the_likeliest_tokens_of_the_teacher(tmp_path: Path, teacher: Path) -> None:
-    expected = reference(teacher)
+    cold, warm = reference(teacher), reference(teacher, 2.0)
     for size in (1, 2):
         runs = [(*fields(teacher), *layout) for ranks, layout in LAYOUTS if ranks == size]
+        runs.append((*runs[-1], *WARM))
         for ranks in in_ranks(size, _steps, tmp_path / str(size), runs, seconds=300):
-            for curve, boxes in ranks:
-                torch.testing.assert_close(curve, expected, rtol=1e-4, atol=0)
+            for run, (curve, boxes) in zip(runs, ranks, strict=True):
+                torch.testing.assert_close(curve, warm if run[-1:] == WARM else cold, rtol=1e-4, atol=0)
                 assert not [name for name, _, _ in boxes if name.startswith("teacher")], "a teacher in a checkpoint"
 
 

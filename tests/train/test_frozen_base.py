@@ -15,6 +15,8 @@ from holdfast.checkpoint import open_checkpoint, read_manifest
 from holdfast.components.train.export import export
 from holdfast.dataset import Dataset
 from holdfast.engines.interface import build_engine
+from holdfast.engines.packed_base import PackedBase
+from holdfast.engines.torch.frozen import base_boxes
 from holdfast.engines.weights import ImportedState
 from holdfast.model import nf4
 from holdfast.model.decoder import Decoder
@@ -79,7 +81,9 @@ def pair(base: str) -> tuple[Decoder, Decoder]:
                 parameter.data.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).view(parameter.shape))
     for name, module in narrow.named_modules():
         if isinstance(module, FrozenLinear) and base == "nf4":
-            module.store(whole[f"{name}.weight"].detach())
+            codes, scales = nf4.quantise(whole[f"{name}.weight"].detach())
+            module.packed.copy_(codes)
+            module.block_scale.copy_(scales)
     return plain, narrow
 
 
@@ -121,6 +125,52 @@ def weights(folder: Path, base: str = "") -> Path:
         folder / "base", model, VOCABULARY, tensors.items(), tokenizer_json=tokenizer, end_of_text=END_OF_TEXT
     )
     return folder / "base"
+
+
+def filled(base: Path, kept: PackedBase | None) -> dict[str, Tensor]:
+    """The boxes of the frozen weights, filled from a base and its packed matrices."""
+    spec = tiny_spec(*SHAPE)
+    narrow = Decoder.empty(spec.model, VOCABULARY)
+    add_adapters(narrow, spec.training.lora.model_copy(update={"base": "nf4"}))
+    source = ImportedState(str(base), spec.model, VOCABULARY, kept)
+    boxes = list(base_boxes([narrow]))
+    for box in boxes:
+        source.fill([box])
+    return {box.name: box.data.clone() for box in boxes}
+
+
+def test_a_base_is_quantised_once_and_read_afterwards_unless_an_object_is_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    base, store = weights(tmp_path), new_store(tmp_path / "runs")
+    names = frozen_matrices(tiny_spec(*SHAPE).model, VOCABULARY, Lora(rank=3))
+    expected, quantised = filled(base, None), list[Tensor]()
+    assert expected.keys() >= {f"{name}{suffix}" for name in names for suffix in (".codes", ".scales")}
+
+    def counting(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        quantised.append(matrix)
+        return quantise(matrix)
+
+    quantise = nf4.quantise
+    monkeypatch.setattr(nf4, "quantise", counting)
+
+    def start(copy: int = 0, copies: int = 1) -> int:
+        """The number of matrices that a start quantises."""
+        quantised.clear()
+        found = filled(base, PackedBase(store, "d", copy, copies))
+        assert all(torch.equal(found[name], each) for name, each in expected.items())
+        return len(quantised)
+
+    assert [start(copy, 2) for copy in (0, 0, 1, 1)] == [14, 7, 4, 2], "each rank writes every second missing matrix"
+    assert (start(), start()) == (1, 0)
+    file = layout.packed_base("d", min(names))
+    content = bytearray(store.get(file))
+    content[40] ^= 1
+    store.put(file, bytes(content))
+    assert (start(), start()) == (1, 0)
+    assert [record.message for record in caplog.records if "is damaged" in record.message]
+    store.put(file, bytes(content[:-1]))
+    assert (start(), start()) == (1, 0)
 
 
 def _steps(rank: int, size: int, folder: Path, runs: list[tuple[Path, tuple[str, ...]]]) -> list[Steps]:

@@ -35,7 +35,22 @@ ODDS = ("training.objective=orpo",)
 REWARD = ("model.head=scalar", "training.preference.beta=0.1")
 LABELS = ("data.kind=unpaired", "training.preference.undesirable_weight=1.5")
 LORA = ("training.lora.rank=3", "training.lora.alpha=6", 'training.lora.targets=["q_proj", "v_proj", "down_proj"]')
+EXPERTS = (
+    "model.family=mixtral", "model.experts=4", "model.ffn=24", "model.routing.top_k=2", "model.routing.coefficient=0.3",
+)  # fmt: skip
+TENSOR, SEQUENCES = ("parallel.tensor=2",), ("parallel.context=2", "parallel.strategy=fsdp")
+STAGES = ("parallel.pipeline=2", "model.tie_embeddings=false", "training.micro_batch=1")
 BETA, RATE, STEPS, CONTEXT = 0.5, 0.02, 3, 16
+# Two ranks that split the model or its rows. The first ones are in every test run.
+SPLIT = (
+    (*EXPERTS, *TENSOR), (*LABELS, *SEQUENCES), (*LABELS, *LORA, *STAGES), (*REWARD, *TENSOR),
+    TENSOR, SEQUENCES, (*STAGES, "parallel.schedule=gpipe"), (*EXPERTS, *STAGES),
+    (*EXPERTS, "parallel.expert=2", "parallel.strategy=fsdp"), (*LABELS, *TENSOR),
+    (*LABELS, *STAGES), (*ODDS, *SEQUENCES), (*ODDS, *TENSOR),
+    (*ODDS, *EXPERTS, *SEQUENCES), (*REWARD, *SEQUENCES), (*REWARD, *STAGES),
+    (*STAGES, "parallel.schedule=interleaved", "model.layers=4"), (*STAGES, *LORA),
+    (*STAGES, "parallel.schedule=zero_bubble"),
+)  # fmt: skip
 FILLER = 0 | UNCOUNTED | ENDS
 LAYOUTS = (
     (1, ("parallel.strategy=ddp",)),
@@ -92,6 +107,15 @@ def answers(rows: Tensor) -> list[tuple[Tensor, Tensor]]:
 
 def loss_of(decoder: Decoder, before: Decoder, rows: Tensor, spec: Spec) -> Tensor:
     """The loss of a step, from every answer alone."""
+    if spec.model.experts > 1 and decoder.training:
+        (batch,) = micro_batches(rows, len(rows), -1, torch.device("cpu"))
+        uneven = decoder._hidden(batch.tokens, batch.segments, None)[1]
+        assert uneven is not None
+        charge = spec.model.routing.coefficient * uneven.mean()
+        decoder.eval()
+        loss = loss_of(decoder, before, rows, spec)
+        decoder.train()
+        return loss + charge - charge.detach()
     found = answers(rows)
     log_sigmoid = torch.nn.functional.logsigmoid
     if spec.model.head == "scalar":
@@ -130,16 +154,18 @@ def log_probability(decoder: Decoder, tokens: Tensor, counted: Tensor) -> Tensor
 
 
 def reference(*overrides: str) -> list[Any]:
-    """(loss, gradient norm) of every step of a plain loop in fp64, and the final weights."""
+    """(loss, gradient norm) of every step of a plain loop in fp64, and the final weights. Products of experts are
+    fp32."""
     spec = tiny_spec(*PAIRS, *overrides, "model.init_from=x")
     decoder = Decoder(spec.model, VOCABULARY)
     initialise(decoder, spec.training.seed)
-    before = copy.deepcopy(decoder).double()
+    precise = torch.float64 if spec.model.experts == 1 else torch.float32
+    before = copy.deepcopy(decoder).to(precise)
     add_adapters(decoder, spec.training.lora)
     for name, parameter in decoder.named_parameters():
         if is_adapter(name):
             parameter.data.copy_(start_of(name))
-    decoder.double()
+    decoder.to(precise)
     settings, trainable = spec.training.optimizer, {n: p for n, p in decoder.named_parameters() if p.requires_grad}
     optimizer = torch.optim.AdamW(
         [
@@ -215,16 +241,31 @@ def test_the_loss_is_the_sum_over_the_pairs_of_the_paper_and_what_is_no_pair_add
 
 @pytest.mark.drill
 def test_every_layout_computes_the_loss_of_the_paper(tmp_path: Path) -> None:
-    expected = {overrides: reference(*overrides) for overrides in ((), LORA, ODDS, REWARD, LABELS, (*LABELS, *LORA))}
     for size in (1, 2):
-        runs = [fields for ranks, fields in LAYOUTS if ranks == size]
-        results = zip(*in_ranks(size, _steps, tmp_path / str(size), runs, seconds=300), strict=True)
-        for fields, ranks in zip(runs, results, strict=True):
-            part_of = (ODDS, REWARD, LABELS, LORA)
-            curve, weights = expected[tuple(field for kind in part_of if kind[0] in fields for field in kind)]
-            for losses, boxes in ranks:
-                torch.testing.assert_close(losses, curve, rtol=1e-4, atol=0)
-                for name, offset, array in boxes:
-                    data = torch.from_numpy(array)
-                    box = TensorBox(name, tuple(weights[name].shape), offset, data)
-                    torch.testing.assert_close(data.double(), part(weights[name], box), rtol=0, atol=3e-3, msg=name)
+        require_loss_of_paper(tmp_path / str(size), size, [fields for ranks, fields in LAYOUTS if ranks == size])
+
+
+@pytest.mark.parametrize("runs", [SPLIT[:4], pytest.param(SPLIT[4:], marks=pytest.mark.drill)], ids=["some", "all"])
+def test_ranks_that_split_a_model_or_its_rows_compute_the_loss_of_the_paper(
+    tmp_path: Path, runs: tuple[tuple[str, ...], ...]
+) -> None:
+    require_loss_of_paper(tmp_path, 2, list(runs))
+
+
+def require_loss_of_paper(folder: Path, size: int, runs: list[tuple[str, ...]]) -> None:
+    """Each run has the losses, the gradient norms and the weights of `reference`."""
+    results = zip(*in_ranks(size, _steps, folder, runs, seconds=300), strict=True)
+    expected: dict[tuple[str, ...], list[Any]] = {}
+    for fields, ranks in zip(runs, results, strict=True):
+        alone = tuple(
+            field for field in fields if not field.startswith(("parallel.", "training.micro", "training.det"))
+        )
+        if alone not in expected:
+            expected[alone] = reference(*alone)
+        curve, weights = expected[alone]
+        for losses, boxes in ranks:
+            torch.testing.assert_close(losses, curve, rtol=1e-4, atol=0, msg=lambda text, f=fields: f"{f}: {text}")
+            for name, offset, array in boxes if EXPERTS[0] not in fields else ():  # AdamW turns rounding into signs
+                data = torch.from_numpy(array)
+                box = TensorBox(name, tuple(weights[name].shape), offset, data)
+                torch.testing.assert_close(data.double(), part(weights[name], box), rtol=0, atol=3e-3, msg=name)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from holdfast.checkpoint import newest_segments
+from holdfast.corpus.starting_model import teacher_of
 from holdfast.engines.assignment import Assignment
 from holdfast.launch import GangExit
 from holdfast.launch.launches import newest_launch, read_exit, read_launch
@@ -36,7 +37,7 @@ def resolve_layout(spec: Spec, identity: str, store: Store, vocabulary: int, *, 
     if recorded is None and not replan:
         recorded = _recorded(spec, identity, store)
     if recorded is None:
-        chosen = best(spec, vocabulary, here=not in_step_pod())
+        chosen = best(spec, vocabulary, here=not in_step_pod(), teacher=teacher_of(spec))
         log.info(
             "parallel: auto is %s: %.0f tokens/s, %.1f GB, by the figures of %s",
             chosen.layout,

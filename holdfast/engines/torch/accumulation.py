@@ -1,15 +1,15 @@
 """Gradient accumulation: forward and backward pass of all micro-batches of a step, one class for each kind of layout.
 
-`Micro` is what all of them share: one micro-batch on this rank. The classes differ in what happens between
+`micro.Micro` is what all of them share: one micro-batch on this rank. The classes differ in what happens between
 micro-batches and between ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,17 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.engines.grid import Grid
 from holdfast.engines.mesh import Mesh
 from holdfast.engines.torch.balance import Balance
-from holdfast.engines.torch.context import SequenceShard
 from holdfast.engines.torch.elastic import GradientSums, over_grains
-from holdfast.engines.torch.parallelize import Topology
+from holdfast.engines.torch.micro import Micro, frozen_pass, with_theirs
 from holdfast.engines.torch.parameters import TrainedParameters
-from holdfast.engines.torch.pipeline import Pipeline
-from holdfast.engines.torch.scaling import LossScale
+from holdfast.engines.torch.pipeline import ForwardPipeline, Pipeline
 from holdfast.engines.torch.tied import TiedEnds
-from holdfast.model.lora import without_adapters
-from holdfast.model.token_logprobs import IGNORED, Likeliest
-from holdfast.objectives.interface import Objective, ObjectiveInputs, weighted
-from holdfast.objectives.micro_batches import MicroBatch, micro_batches
+from holdfast.model.token_logprobs import Likeliest
+from holdfast.objectives.interface import ObjectiveInputs
+from holdfast.objectives.micro_batches import MicroBatch
+from holdfast.objectives.unpaired import divergence_sums
 from holdfast.telemetry import phases
 
 
@@ -41,6 +39,10 @@ class Accumulation(Protocol):
         """Accumulate the gradient of the loss of the global batch, of which `rows` are this rank's, on the CPU.
         `counted` are the divisors of the objective's terms. Returns the values of the terms. `divergence`: see
         `ObjectiveInputs`. A collective call."""
+
+    def divergence_sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """The `divergence_sums` of this rank's rows, without gradients. Ranks that share rows return the same sums,
+        or 0."""
 
     def warm_up_rows(self) -> int:
         """The number of rows for a pass that uses all that a step uses."""
@@ -57,89 +59,14 @@ class StepGrid:
         return self.now
 
 
-@dataclass(frozen=True)
-class ReferenceModel:
-    """The frozen model that an objective compares with: other weights, or the trained model without its adapters."""
-
-    module: nn.Module
-
-    def __call__(self, batch: MicroBatch) -> torch.Tensor:
-        """See `TokenLosses`."""
-        with torch.no_grad(), without_adapters(self.module):
-            losses: torch.Tensor = self.module(batch.tokens, batch.targets, batch.segments, reduction="none")
-        return losses
-
-
-class Teacher(NamedTuple):
-    """The frozen model whose likeliest tokens a model learns."""
-
-    module: nn.Module
-    top: int  # tokens of each position
-
-
-@dataclass(frozen=True)
-class MicroSettings:
-    """What a micro-batch is computed with."""
-
-    size: int  # rows
-    end_of_text: int | None  # ends a document; None: without masks
-    narrow: torch.dtype | None  # of autocast
-    sequence: SequenceShard | None  # this rank's part of every row
-
-
-@dataclass(frozen=True)
-class Micro:
-    """One micro-batch on this rank: inputs, loss and gradient."""
-
-    policy: nn.Module  # the trained model, or this rank's part of it
-    objective: Objective
-    reference: ReferenceModel | None
-    loss_scale: LossScale | None
-    topology: Topology
-    settings: MicroSettings
-    teacher: Teacher | None = None
-
-    def batches(self, rows: torch.Tensor, size: int | None = None) -> Iterator[MicroBatch]:
-        """Inputs and targets of this rank's sequence shard, and the documents of whole sequences. `rows` are on the
-        CPU."""
-        shard = self.settings.sequence
-        for batch in micro_batches(rows, size or self.settings.size, self.settings.end_of_text, self.topology.device):
-            if shard is None:
-                yield batch
-            else:
-                tokens, targets, marks = map(shard.of_each, (batch.tokens, batch.targets, batch.marks))
-                yield batch._replace(tokens=tokens, targets=targets, marks=marks)
-
-    def upscaled(self, share: torch.Tensor) -> torch.Tensor:
-        """Multiply `share` by the loss scale in fp16."""
-        return share if self.loss_scale is None else share * self.loss_scale.scale
-
-    def given(self, batch: MicroBatch, divergence: torch.Tensor | None = None) -> ObjectiveInputs:
-        """What the objective needs of a micro-batch, in the arithmetic of the forward pass."""
-        narrow = self.settings.narrow
-        with torch.autocast(self.topology.device.type, narrow, enabled=narrow is not None):
-            reference = None if self.reference is None else self.reference(batch)
-            if "logits" in self.objective.needs:
-                logits = self.policy(batch.tokens, None, batch.segments)
-                return ObjectiveInputs(logits.new_empty(0), reference, divergence, logits=logits)
-            targets, teacher = batch.targets, None
-            if self.teacher is not None:
-                module, top = self.teacher
-                with torch.no_grad():
-                    teacher = Likeliest(*module(batch.tokens, None, batch.segments, likeliest=top))
-                theirs = teacher.tokens.where(targets[..., None] != IGNORED, IGNORED)
-                targets = torch.cat((targets[..., None], theirs), -1)
-            losses = self.policy(batch.tokens, targets, batch.segments, reduction="none")
-        return ObjectiveInputs(losses, reference, divergence, teacher)
-
-    def compute(self, batch: MicroBatch, share: torch.Tensor, divergence: torch.Tensor | None = None) -> torch.Tensor:
-        """Forward and backward pass. The gradient is that of the weighted sum of the terms times `share`. Returns the
-        sums of the terms."""
-        phases.enter("forward")
-        sums = self.objective.sums(self.given(batch, divergence), batch)
-        phases.enter("backward")
-        weighted(self.objective, sums * share).backward()
-        return sums.detach()
+def _divergence_sums(micro: Micro, rows: torch.Tensor, rounds: int | None = None) -> torch.Tensor:
+    """See `Accumulation.divergence_sums`. With shards every rank computes `rounds` micro-batches."""
+    batches = list(micro.batches(rows))
+    sums = torch.zeros(2, dtype=torch.int64, device=micro.topology.device)
+    for number in range(rounds or len(batches)):
+        batch = batches[min(number, len(batches) - 1)]
+        sums += divergence_sums(micro.given(batch), batch) * (number < len(batches))
+    return sums
 
 
 @dataclass(frozen=True)
@@ -166,6 +93,10 @@ class DataParallel:
             dist.all_reduce(total.mul_(self.contributes_loss))
         return total / counted
 
+    def divergence_sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Accumulation."""
+        return _divergence_sums(self.micro, rows)
+
     def warm_up_rows(self) -> int:
         """See Accumulation."""
         return self.micro.settings.size
@@ -185,29 +116,48 @@ class DataParallel:
 
 
 @dataclass(frozen=True)
+class Stages:
+    """The pipelines of a rank: the trained stages, their forward pass, and that of the frozen models."""
+
+    trained: Pipeline
+    forward: ForwardPipeline
+    parts: nn.ModuleList  # the trained stages
+    reference: ForwardPipeline | None  # None with adapters, and for objectives without a reference
+    teacher: ForwardPipeline | None
+
+
+@dataclass(frozen=True)
 class PipelineStages:
-    """Pipeline stages: every rank has the rows of its data-parallel group, and the last stage has the loss. The
-    objective is the next token."""
+    """Pipeline stages: every rank has the rows of its data-parallel group, and the last stage has the losses. Frozen
+    models have the same layout, and compute the rows of a step before its first backward pass."""
 
     micro: Micro
-    pipeline: Pipeline
+    stages: Stages
     tied: TiedEnds | None
     parameters: TrainedParameters
     contributes_loss: bool
     micro_batches: int  # of a step
 
-    def run(
-        self,
-        rows: torch.Tensor,
-        counted: torch.Tensor,
-        divergence: torch.Tensor | None = None,  # noqa: ARG002 - of other objectives
-    ) -> torch.Tensor:
+    def run(self, rows: torch.Tensor, counted: torch.Tensor, divergence: torch.Tensor | None = None) -> torch.Tensor:
         """See Accumulation."""
-        mesh, loss_scale = self.micro.topology.mesh, self.micro.loss_scale
-        (batch,) = self.micro.batches(rows, len(rows))
+        micro, objective = self.micro, self.micro.objective
+        mesh, loss_scale = micro.topology.mesh, micro.loss_scale
+        (batch,) = micro.batches(rows, len(rows))
         phases.enter("pipeline")
-        share = self.micro.upscaled(mesh.averaged / counted[0])
-        total = self.pipeline.forward_backward(batch.tokens, batch.targets, batch.segments, share)[None]
+        seen = micro.seen(batch)
+        reference, teacher = self._reference(seen), None
+        if self.stages.teacher is not None and (likeliest := self.stages.teacher(seen)) is not None:
+            teacher = Likeliest(*likeliest)
+            seen = seen._replace(targets=with_theirs(seen.targets, teacher))
+
+        def terms(losses: torch.Tensor, some: slice) -> torch.Tensor:
+            theirs = None if teacher is None else Likeliest(*(part[some] for part in teacher))
+            frozen = None if reference is None else reference[some]
+            return objective.sums(ObjectiveInputs(micro.whole(losses), frozen, divergence, theirs), batch.some(some))
+
+        share = micro.upscaled(mesh.averaged / counted)
+        weights = share.new_tensor(objective.weights)
+        total = self.stages.trained.forward_backward(seen, terms, share, weights)
         phases.enter("communication")
         if self.tied is not None:
             self.tied.add_up(self.parameters.named())
@@ -215,9 +165,26 @@ class PipelineStages:
         total = total / mesh.averaged
         return total if loss_scale is None else total / loss_scale.scale
 
+    def divergence_sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Accumulation."""
+        (batch,) = self.micro.batches(rows, len(rows))
+        seen = self.micro.seen(batch)
+        reference, losses = self._reference(seen), self.stages.forward(seen)
+        if reference is None:
+            return torch.zeros(2, dtype=torch.int64, device=self.micro.topology.device)
+        return divergence_sums(ObjectiveInputs(self.micro.whole(losses), reference), batch)
+
     def warm_up_rows(self) -> int:
         """See Accumulation."""
         return self.micro.settings.size * self.micro_batches
+
+    def _reference(self, seen: MicroBatch) -> torch.Tensor | None:
+        """The reference losses of the rows of a step, on ranks with the last stage."""
+        if "reference" not in self.micro.objective.needs:
+            return None
+        with frozen_pass(self.stages.parts):
+            losses = (self.stages.reference or self.stages.forward)(seen)
+        return None if losses is None else self.micro.whole(losses)
 
 
 @dataclass(frozen=True)
@@ -242,6 +209,10 @@ class ElasticReplicas:
         total = over_grains(losses, grid)
         self.sums.give()
         return total / counted
+
+    def divergence_sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Accumulation."""
+        return _divergence_sums(self.micro, rows)
 
     def warm_up_rows(self) -> int:
         """See Accumulation."""
@@ -275,6 +246,10 @@ class ElasticShards:
                 losses[number * grid.ranks + self.rank] = self.micro.compute(batch, share, divergence)
         phases.enter("communication")
         return over_grains(losses, grid) / counted
+
+    def divergence_sums(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Accumulation."""
+        return _divergence_sums(self.micro, rows, self.grid().rounds)
 
     def warm_up_rows(self) -> int:
         """See Accumulation."""

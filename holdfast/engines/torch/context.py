@@ -51,6 +51,12 @@ class SequenceShard:
         """This rank's part of each row."""
         return rows_BS[:, self.positions]
 
+    def whole(self, own_BT: Tensor) -> Tensor:
+        """Values of all positions, from those of each rank. Each rank computes the same loss from them, and gets the
+        gradient of its positions. A collective call of the ranks that share sequences."""
+        whole_BS: Tensor = _Whole.apply(own_BT, self)
+        return whole_BS
+
     def local_segments(self, segments: Segments) -> tuple[Segments, Segments]:
         """The segments of this rank's two chunks, of those of whole sequences."""
         return self._of_chunk(segments, self.rank), self._of_chunk(segments, 2 * self.ranks - 1 - self.rank)
@@ -115,6 +121,24 @@ class _Attention:
         chunks = _Gathered.apply(own.unflatten(-2, (2, -1)), self._shard.group)  # [ranks, ..., 2, T/2, K]
         first, mirrored = chunks.select(-3, 0), chunks.select(-3, 1).flip(0)
         return torch.cat((first, mirrored)).movedim(0, -3).flatten(-3, -2)
+
+
+class _Whole(torch.autograd.Function):
+    """See `SequenceShard.whole`."""
+
+    @staticmethod
+    def forward(ctx: Any, own_BT: Tensor, shard: SequenceShard) -> Tensor:
+        """Gather."""
+        ctx.shard = shard
+        parts = own_BT.new_empty(shard.ranks, *own_BT.shape)
+        dist.all_gather_single(parts.view(-1), own_BT.reshape(-1), group=shard.group)
+        first, mirrored = parts.chunk(2, dim=2)
+        return torch.cat((*first.unbind(), *mirrored.flip(0).unbind()), dim=1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        """The gradient of this rank's positions."""
+        return ctx.shard.of_each(gradients[0]), None
 
 
 class _Gathered(torch.autograd.Function):

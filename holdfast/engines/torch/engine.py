@@ -7,7 +7,6 @@ between layouts is in `accumulation`, `clipping` and `parallelize`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -29,12 +28,9 @@ from holdfast.engines.torch.accumulation import (
     DataParallel,
     ElasticReplicas,
     ElasticShards,
-    Micro,
-    MicroSettings,
     PipelineStages,
-    ReferenceModel,
+    Stages,
     StepGrid,
-    Teacher,
 )
 from holdfast.engines.torch.averaging import AveragedWeights
 from holdfast.engines.torch.balance import Balance
@@ -42,20 +38,22 @@ from holdfast.engines.torch.clipping import clip, clip_in_order, clip_over_mesh
 from holdfast.engines.torch.compression import compress
 from holdfast.engines.torch.context import SequenceShard
 from holdfast.engines.torch.elastic import GradientSums
+from holdfast.engines.torch.frozen import FrozenModels, base_boxes
+from holdfast.engines.torch.micro import Micro, MicroSettings, ReferenceModel
 from holdfast.engines.torch.optimizers import optimizer_of, set_rate, update
 from holdfast.engines.torch.parallelize import NARROW, Topology, build_expert_mesh, device_mesh, parallelize
-from holdfast.engines.torch.parameters import TrainedParameters, freeze
-from holdfast.engines.torch.pipeline import STAGES_EACH, Pipeline, Stage, given_layers, split_layers
+from holdfast.engines.torch.parameters import TrainedParameters
+from holdfast.engines.torch.pipeline import ForwardPipeline, Pipeline, build_parts
 from holdfast.engines.torch.scaling import LossScale
 from holdfast.engines.torch.tied import TiedEnds
-from holdfast.engines.weights import MOMENTS, TEACHER, teacher_shape
+from holdfast.engines.weights import MOMENTS
 from holdfast.launch.device import local_device
-from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import AVERAGE
 from holdfast.model.lora import FrozenLinear, add_adapters
 from holdfast.objectives.interface import count_terms, metrics_of, weighted
+from holdfast.objectives.next_token import NextToken
 from holdfast.objectives.table import build_objective
-from holdfast.objectives.unpaired import divergence_of, divergence_sums, mismatched
+from holdfast.objectives.unpaired import divergence_of, mismatched
 from holdfast.telemetry import phases
 
 
@@ -72,7 +70,6 @@ class TorchEngine:
         grid = spec.grid(self._world)
         self._grid = StepGrid(grid) if grid else None
         self._mesh = Mesh.of(spec.parallel, self._world)
-        self._contributes_loss = self._mesh.speaks(self._rank)
         self._micro_batches = spec.training.global_batch // (spec.training.micro_batch * self._mesh.data)
         self._offloaded = spec.parallel.offload != "none"
         several = self._world > 1 or self._grid is not None or self._offloaded
@@ -80,6 +77,8 @@ class TorchEngine:
         # FSDP2 also averages tensor-parallel parts, stages and experts over whole replicas.
         self._sharded = fsdp or self._mesh.tensor * self._mesh.pipeline * self._mesh.expert > 1
         self._objective = build_objective(spec.objective, spec.training)
+        by_document = "documents" in self._objective.needs  # then each rank of a context group has the whole sum
+        self._contributes_loss = (self._mesh.counts if by_document else self._mesh.speaks)(self._rank)
         self._loss_scale = None
         if spec.training.precision == "fp16":
             self._loss_scale = LossScale(spec.training.loss_scale, self._device)
@@ -89,19 +88,21 @@ class TorchEngine:
         self._topology = Topology(self._mesh, self._device, ranks, expert_mesh)
         sequence = SequenceShard.of(self._mesh, self._rank, spec.model.context, self._device)
         with torch.device("meta"):
-            self._parts = self._build_parts(spec, vocabulary)
+            self._parts = build_parts(spec.model, vocabulary, spec.parallel, self._mesh, self._rank)
+            for part in self._parts:
+                part.loss_chunk, part.temperature = spec.training.loss_chunk, spec.training.distillation.temperature
+                add_adapters(part, spec.training.lora)
+                freeze(part, spec.training.optimizer.groups)
         computing = [
             parallelize(part, spec.training, spec.parallel, self._topology, grid=self._grid, sequence_shard=sequence)
             for part in self._parts
         ]
         self._compression = compress(computing[0], spec.training)
-        self._reference = self._reference_model(spec, vocabulary)
-        self._teacher = self._teacher_model(spec, vocabulary)
-        pipeline = None
+        self._frozen = FrozenModels(spec, vocabulary, self._objective, self._topology, sequence, self._rank)
+        stages = None
         if ranks is not None and self._mesh.pipeline > 1:
-            group = ranks["pipeline"].get_group()
-            pipeline = Pipeline(computing, group, spec.parallel.schedule, self._micro_batches, self._device)
-        tied = TiedEnds.of(self._mesh, self._rank, spec.model.tie_embeddings)
+            stages = self._pipelines(computing, ranks["pipeline"].get_group())
+        tied = TiedEnds.of(self._mesh, self._rank, spec.model.tie_embeddings and spec.model.head == "tokens")
         self._tied = tied
         self._trained = TrainedParameters(self._parts, self._rank, self._world, tied)
         self._optimizer = optimizer_of(
@@ -114,7 +115,7 @@ class TorchEngine:
         self._average = None if decay is None else AveragedWeights(self._trained.named(), decay)
         self._micro = self._micro_of(computing[0], sequence, end_of_text if spec.document_masks else None)
         self._balance = Balance(self._parts, spec.model.routing)
-        self._accumulation = self._accumulation_of(self._micro, pipeline)
+        self._accumulation = self._accumulation_of(self._micro, stages)
         self._warm_up(vocabulary)
         self._balance.forget()
         if isinstance(computing[0], DistributedDataParallel):
@@ -147,7 +148,7 @@ class TorchEngine:
             before_update()  # it holds state that the backward pass changes
             phases.enter("forward")
             self._compression.begin_step()
-        values = self._forward_backward(rows)
+        values = self._forward_backward(rows, size or self._spec.training.global_batch)
         loss = weighted(self._objective, values)
         phases.enter("optimizer")
         norm, held = self._norm_and_held(loss, judge)
@@ -165,23 +166,9 @@ class TorchEngine:
         return [box for _, box in self._state()]
 
     def frozen(self) -> Iterator[TensorBox]:
-        """See Engine. Weights that are stored in NF4 are filled as fp32, one matrix at a time."""
+        """See Engine."""
         adapted = self._parts if self._spec.training.lora.rank is not None else []
-        for part in filter(None, (*adapted, self._reference)):
-            for name, parameter in part.named_parameters():
-                if not parameter.requires_grad:
-                    yield TensorLayout.of(name, parameter).box(parameter)
-            for name, module in part.named_modules():
-                if isinstance(module, FrozenLinear) and module.stored == "nf4":
-                    matrix = module.expanded()
-                    yield TensorLayout.of(f"{name}.weight", matrix).box(matrix)
-                    module.store(matrix)
-        if self._teacher is not None:
-            biases = Balance(
-                [self._teacher], self._teacher.shape.routing
-            ).state()  # of routers, which are no parameters
-            for name, tensor in chain(self._teacher.named_parameters(), biases):
-                yield TensorLayout.of(TEACHER + name, tensor).box(tensor)
+        return chain(base_boxes(adapted), self._frozen.boxes())
 
     def restored(self, step: int, scalars: Scalars = MappingProxyType({})) -> None:
         """See Engine."""
@@ -213,60 +200,29 @@ class TorchEngine:
                 replicas.setdefault((place, layout.copied), []).append(box)
         return replicas
 
-    def _build_parts(self, spec: Assignment, vocabulary: int) -> list[Decoder]:
-        """The decoder, or this rank's stages of it."""
-        if self._mesh.pipeline == 1:
-            decoder = Decoder(spec.model, vocabulary)
-            decoder.loss_chunk = spec.training.loss_chunk
-            add_adapters(decoder, spec.training.lora)
-            freeze(decoder, spec.training.optimizer.groups)
-            return [decoder]
-        count = self._mesh.pipeline * STAGES_EACH[spec.parallel.schedule]
-        chosen = spec.parallel.stages
-        stages = split_layers(spec.model, vocabulary, count) if chosen is None else given_layers(chosen)
-        own: list[Decoder] = [
-            Stage(spec.model, vocabulary, layers)
-            for layers in stages[self._mesh.place(self._rank) :: self._mesh.pipeline]
-        ]
-        for stage in own:
-            stage.loss_chunk = spec.training.loss_chunk
-            add_adapters(stage, spec.training.lora)
-        return own
-
-    def _reference_model(self, spec: Assignment, vocabulary: int) -> nn.Module | None:
-        """The frozen reference model of an objective that needs one: the initial weights, sharded like the model. None
-        with adapters, because the model without its adapters is the reference."""
-        if "reference" not in self._objective.needs or spec.training.lora.rank is not None:
-            return None
-        with torch.device("meta"):
-            reference = Decoder(spec.model, vocabulary).requires_grad_(False)
-        reference.loss_chunk = spec.training.loss_chunk
-        mesh = Mesh(replicas=1, shards=1, tensor=1) if self._topology.ranks is None else self._mesh
-        return parallelize(reference, spec.training, spec.parallel, replace(self._topology, mesh=mesh), grid=None)
-
-    def _teacher_model(self, spec: Assignment, vocabulary: int) -> Decoder | None:
-        """The frozen teacher of a distillation, sharded like the model."""
-        if "teacher" not in self._objective.needs:
-            return None
-        with torch.device("meta"):
-            teacher = Decoder(teacher_shape(spec, vocabulary), vocabulary).requires_grad_(False)
-        teacher.loss_chunk = spec.training.loss_chunk
-        mesh = Mesh(replicas=1, shards=1, tensor=1) if self._topology.ranks is None else self._mesh
-        parallelize(teacher, spec.training, spec.parallel, replace(self._topology, mesh=mesh), grid=None)
-        return teacher.eval()  # its routers count no tokens
+    def _pipelines(self, computing: Sequence[nn.Module], group: dist.ProcessGroup) -> Stages:
+        """The pipelines of this rank's stages. A collective call of all ranks."""
+        count, device = self._micro_batches, self._device
+        frozen = (self._frozen.reference, self._frozen.teacher)
+        return Stages(
+            Pipeline(computing, group, self._spec.parallel.schedule, count, device),
+            ForwardPipeline(computing, group, count, device),
+            nn.ModuleList(self._parts),
+            *(ForwardPipeline(parts, group, count, device) if parts else None for parts in frozen),
+        )
 
     def _micro_of(self, policy: nn.Module, sequence: SequenceShard | None, end_of_text: int | None) -> Micro:
         """What computes one micro-batch."""
-        training = self._spec.training
+        training, frozen = self._spec.training, self._frozen
         narrow = None if self._sharded else NARROW.get(training.precision)  # FSDP2 casts by its own policy
         reference = None
         if "reference" in self._objective.needs:
-            reference = ReferenceModel(self._parts[0] if self._reference is None else self._reference)
+            reference = ReferenceModel((frozen.reference or self._parts)[0])
         settings = MicroSettings(training.micro_batch, end_of_text, narrow, sequence)
-        teacher = None if self._teacher is None else Teacher(self._teacher, training.distillation.top_k)
+        teacher = frozen.teacher[0] if frozen.teacher else None
         return Micro(policy, self._objective, reference, self._loss_scale, self._topology, settings, teacher)
 
-    def _accumulation_of(self, micro: Micro, pipeline: Pipeline | None) -> Accumulation:
+    def _accumulation_of(self, micro: Micro, stages: Stages | None) -> Accumulation:
         """What accumulates gradients at this layout."""
         if self._grid is not None:
             if self._sharded and self._world > 1:
@@ -275,10 +231,8 @@ class TorchEngine:
             trained = [parameter for _, parameter in self._trained.named()]
             sums = GradientSums(trained, self._rank, self._spec.parallel.bucket_mib * 2**20)
             return ElasticReplicas(micro, sums, self._grid, self._rank)
-        if pipeline is not None:
-            return PipelineStages(
-                micro, pipeline, self._tied, self._trained, self._contributes_loss, self._micro_batches
-            )
+        if stages is not None:
+            return PipelineStages(micro, stages, self._tied, self._trained, self._contributes_loss, self._micro_batches)
         return DataParallel(micro, self._world, self._contributes_loss)
 
     def _state(self) -> Iterator[tuple[TensorLayout, TensorBox]]:
@@ -300,8 +254,14 @@ class TorchEngine:
             own = TensorLayout(name, (self._world, *error.shape[1:]), (self._world,), (self._rank,), (0,))
             yield own, own.box(error)
 
-    def _forward_backward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Accumulate the gradient of the loss of the global batch. Returns the values of the objective's terms."""
+    def _forward_backward(self, rows: torch.Tensor, sequences: int) -> torch.Tensor:
+        """Accumulate the gradient of the loss of the global batch of `sequences` rows. Returns the values of the
+        objective's terms."""
+        if not isinstance(self._objective, NextToken):  # whose counted tokens weigh the charges of experts
+            averaged = 1 if self._grid is not None else self._mesh.averaged
+            share = torch.tensor(averaged / sequences, device=self._device)
+            for part in self._parts:
+                part.charge_share = self._micro.upscaled(share)
         divergence = self._divergence(rows) if "divergence" in self._objective.needs else None
         on_device = rows.to(self._device, non_blocking=True)
         count = count_terms(self._objective, on_device, self._mesh.counts(self._rank))
@@ -311,13 +271,8 @@ class TorchEngine:
         """The model's divergence from the reference model on the global batch, of which `rows` are this rank's. A
         collective call."""
         phases.enter("forward")
-        batches = list(self._micro.batches(mismatched(rows)))
-        rounds = self._grid().rounds if self._grid is not None and self._sharded else len(batches)
-        sums = torch.zeros(2, dtype=torch.int64, device=self._device)
         with torch.no_grad(), self._balance.uncounted():
-            for number in range(rounds):  # shards compute as many rounds on every rank
-                batch = batches[min(number, len(batches) - 1)]
-                sums += divergence_sums(self._micro.given(batch), batch) * (number < len(batches))
+            sums = self._accumulation.divergence_sums(mismatched(rows)) * self._mesh.counts(self._rank)
         if dist.is_initialized():
             dist.all_reduce(sums)
         return divergence_of(sums)
@@ -351,8 +306,7 @@ class TorchEngine:
         """Run one forward and backward pass on made-up tokens. Compile errors and lack of memory show here. DDP settles
         its buckets, so every attempt sums in the same order from its first step."""
         with torch.no_grad():
-            models = (*self._parts, self._reference, self._teacher)
-            for parameter in chain.from_iterable(model.parameters() for model in models if model is not None):
+            for parameter in chain(*(part.parameters() for part in self._parts), self._frozen.parameters()):
                 parameter.zero_()
             for module in chain.from_iterable(part.modules() for part in self._parts):
                 if isinstance(module, FrozenLinear) and module.stored == "nf4":
@@ -362,7 +316,7 @@ class TorchEngine:
         for _ in range(2 if self._world > 1 else 1):
             if self._compression is not None:
                 self._compression.forget()
-            self._forward_backward(rows.view(batch, -1))
+            self._forward_backward(rows.view(batch, -1), batch * self._mesh.data)
             self._optimizer.zero_grad(set_to_none=True)
         if self._compression is not None:
             self._compression.settle()

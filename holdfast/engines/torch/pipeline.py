@@ -5,14 +5,14 @@ interleaved 1F1B (Narayanan et al. 2021), and the zero-bubble schedule with the 
 ZB-H1 splits a backward pass in two: gradients of inputs, which the stage before waits for, and gradients of weights,
 which no stage waits for.
 
-The schedule fixes the order in which a stage adds its micro-batches' gradients. The last stage computes the loss, so no
-logits leave it. A layer's own stage charges the loss that balances its experts.
+The schedule fixes the order in which a stage adds its micro-batches' gradients. The last stage computes the losses of
+the tokens, so no logits leave it. A layer's own stage charges the loss that balances its experts.
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case, as in the decoder
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,17 +26,20 @@ from torch.distributed.pipelining import (
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
 )
 
+from holdfast.engines.mesh import STAGES_EACH, Mesh
 from holdfast.model.attention.segments import Segments
-from holdfast.model.decoder import Decoder
+from holdfast.model.decoder import Charged, Decoder
+from holdfast.objectives.micro_batches import MicroBatch
 from holdfast.planning.schedule import split
 from holdfast.spec.model import Model
+from holdfast.spec.training import Parallel
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining._utils import _TensorMeta
 
-STAGES_EACH = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # stages per rank
 _SEVERAL: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
 _ONE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -51,8 +54,18 @@ def split_layers(model: Model, vocabulary: int, stages: int) -> list[range]:
         wide = met * model.ffn_width if layer.mixture else model.dense_width
         seen = min(layer.window or model.context, model.context) if model.preset.pattern else model.context
         costs.append(model.hidden * (width + 3 * wide) + 2 * seen * model.heads * model.head_width)
-    costs[-1] += model.hidden * vocabulary
+    costs[-1] += model.hidden * (vocabulary if model.head == "tokens" else 1)
     return split(costs, stages)
+
+
+def build_parts(model: Model, vocabulary: int, parallel: Parallel, mesh: Mesh, rank: int) -> list[Decoder]:
+    """The decoder, or this rank's stages of it, with unfilled weights. `parallel.stages` applies if it fits."""
+    if mesh.pipeline == 1:
+        return [Decoder(model, vocabulary)]
+    count, chosen = mesh.pipeline * STAGES_EACH[parallel.schedule], parallel.stages
+    fits = chosen is not None and sum(chosen) == model.layers  # a teacher may have another number of layers
+    stages = given_layers(chosen or ()) if fits else split_layers(model, vocabulary, count)
+    return [Stage(model, vocabulary, layers) for layers in stages[mesh.place(rank) :: mesh.pipeline]]
 
 
 def given_layers(stages: Sequence[int]) -> list[range]:
@@ -63,7 +76,7 @@ def given_layers(stages: Sequence[int]) -> list[range]:
 
 class Stage(Decoder):
     """Some layers of a decoder, under their names in the whole model. The first stage also has the embedding, and the
-    last one has the final norm, the head and the loss. A tied head is the embedding's matrix, which both stages hold.
+    last one has the final norm, the head and the losses. A tied head is the embedding's matrix, which both stages hold.
     """
 
     def __init__(self, shape: Model, vocabulary: int, layers: range) -> None:
@@ -72,26 +85,33 @@ class Stage(Decoder):
         for index in range(shape.layers):
             if index not in layers:
                 self.model.layers.register_module(str(index), None)
-        if not self.first and not (self.last and shape.tie_embeddings):
+        if not self.first and not (self.last and shape.tie_embeddings and self.score is None):
             self.model.register_module("embed_tokens", None)
         if not self.last:
             self.model.register_module("norm", None)
-            self.lm_head = None
+            self.lm_head = self.score = None
 
     def forward(  # type: ignore[override]
-        self, x: Tensor, targets_BT: Tensor, share_B: Tensor, segments: Segments | None = None
-    ) -> Tensor:
+        self, x: Tensor, targets_BT: Tensor, share_B: Tensor | None = None, segments: Segments | None = None
+    ) -> Tensor | tuple[Tensor, ...]:
         """From token ids [B, T] in the first stage, else the residual stream, to the residual stream. The last stage
-        returns the sum of the losses. `share_B` scales the gradient of a sequence's charge as it scales that of its
-        loss."""
+        returns what `Decoder` returns for each token. `share_B` scales the gradient of a sequence's charge as it scales
+        that of its loss."""
         x_BTD = self.embed(x) if self.first else x
         x_BTD, unevenness_B = self.through(x_BTD, 0, self.shape.context, segments)
         charge_B = self.charge(unevenness_B, targets_BT)
-        if charge_B is not None:
-            x_BTD = _Charged.apply(x_BTD, (charge_B * share_B).sum())
+        if charge_B is not None and share_B is not None:
+            x_BTD = Charged.apply(x_BTD, (charge_B * share_B).sum())
         if not self.last:
             return x_BTD
-        return self.loss(self.model.norm(x_BTD), targets_BT, "sum")
+        x_BTD = self.model.norm(x_BTD)
+        if self.score is not None:
+            return self.rewards(x_BTD)
+        return (
+            self.loss(x_BTD, targets_BT, "none")
+            if self.top is None
+            else tuple(self.likeliest(self._tempered(x_BTD), self.top))
+        )
 
 
 class _Stage(PipelineStage):
@@ -152,19 +172,32 @@ def _parse_tensor(described: list[Any] | None) -> _TensorMeta | None:
     return _TensorMeta(torch.Size(shape), tuple(stride), dtype, bool(requires_grad))
 
 
-class _Charged(torch.autograd.Function):
-    """The residual stream, unchanged. The gradient of the charge is always 1."""
+class ForwardPipeline:
+    """The forward pass of the stages of this rank, without gradients."""
 
-    @staticmethod
-    def forward(ctx: Any, x_BTD: Tensor, charge: Tensor) -> Tensor:
-        """Return the same numbers."""
-        ctx.one = torch.ones_like(charge)
-        return x_BTD.clone()  # FSDP2 does not accept a view
+    def __init__(
+        self, stages: Sequence[torch.nn.Module], group: dist.ProcessGroup, micro_batches: int, device: torch.device
+    ) -> None:
+        """See `Pipeline`."""
+        self._stages = _stages_of(stages, group, device)
+        self._schedule: Any
+        if len(stages) > 1:
+            self._schedule = ScheduleLoopedBFS(list(self._stages), micro_batches)
+        else:
+            self._schedule = ScheduleGPipe(self._stages[0], micro_batches)
+        self._first = group.rank() == 0
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of the stream and of the charge."""
-        return gradients[0], ctx.one
+    def __call__(self, batch: MicroBatch) -> Any:
+        """What the last stage returns for the rows of a step, in their order. None on ranks without the last stage."""
+        with torch.no_grad():
+            tokens = (batch.tokens,) if self._first else ()
+            outputs = self._schedule.step(*tokens, **_rows_of(batch))
+        for stage in self._stages:
+            stage.clear_runtime_states()  # the outputs of all micro-batches
+        return outputs
+
+
+LossOfRows = Callable[[Tensor, slice], Tensor]  # the terms of some rows of a step, from the output of the last stage
 
 
 class Pipeline:
@@ -180,36 +213,52 @@ class Pipeline:
     ) -> None:
         """`stages` are the stage at this rank's position in `group`, then the stages `group.size()` positions further
         each."""
-        ranks, place = group.size(), group.rank()
-        count = ranks * len(stages)
-        built = [_Stage(stage, place + ranks * index, count, device, group=group) for index, stage in enumerate(stages)]
-        settings: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": _share, "scale_grads": False}
+        built = _stages_of(stages, group, device)
+        settings: dict[str, Any] = {"n_microbatches": micro_batches, "loss_fn": self._loss, "scale_grads": False}
         self._schedule: Any
         if schedule in _SEVERAL:  # takes any number of stages, also one
             self._schedule = _SEVERAL[schedule](list(built), **settings)
         else:
             self._schedule = _ONE[schedule](built[0], **settings)
-        self._first, self._last = place == 0, place == ranks - 1
+        self._first, self._last = group.rank() == 0, group.rank() == group.size() - 1
+        self._terms: LossOfRows
+        self._values: dict[int, Tensor] = {}  # of the terms, by the first row of each micro-batch
 
-    def forward_backward(self, tokens: Tensor, targets: Tensor, segments: Segments, share: Tensor) -> Tensor:
-        """Forward and backward pass of all micro-batches of a step. The gradient is that of the losses' sum times
-        `share`. Returns that product, or 0 on ranks without the last stage."""
-        losses: list[Tensor] = []
+    def forward_backward(self, batch: MicroBatch, terms: LossOfRows, share: Tensor, weights: Tensor) -> Tensor:
+        """Forward and backward pass of all micro-batches of a step. The gradient is that of the sum of `terms`, times
+        `share` and `weights`; the latter may be of the first terms only. Returns the sums of the terms times `share`,
+        or 0 on ranks without the last stage."""
+        self._terms = terms
+        self._values.clear()
         self._schedule.step(
-            *((tokens,) if self._first else ()),
-            target=targets if self._last else None,
-            losses=losses,
+            *((batch.tokens,) if self._first else ()),
+            target=torch.arange(len(batch.targets)) if self._last else None,
             return_outputs=False,
-            loss_kwargs={"share": share},
-            targets_BT=targets,
-            share_B=share.expand(len(targets)),
-            document_BT=segments.documents(len(targets)),
+            loss_kwargs={"share": share, "weights": weights},
+            share_B=share[0].expand(len(batch.targets)),
+            **_rows_of(batch),
         )
-        total = torch.zeros((), device=tokens.device)
-        for loss in losses:
-            total += loss.detach().float()
+        total = torch.zeros_like(share)
+        for _, values in sorted(self._values.items()):
+            total += values
         return total
 
+    def _loss(self, output: Tensor, rows: Tensor, share: Tensor, weights: Tensor) -> Tensor:
+        """The loss of a micro-batch. torch also calls it before the first step, to see what it returns."""
+        first = int(rows[0])
+        values = self._terms(output, slice(first, first + len(rows))) * share
+        self._values[first] = values.detach().float()
+        return (values[: len(weights)] * weights).sum()
 
-def _share(loss: Tensor, _targets: Tensor, share: Tensor) -> Tensor:
-    return loss * share
+
+def _stages_of(
+    stages: Sequence[torch.nn.Module], group: dist.ProcessGroup, device: torch.device
+) -> Sequence[PipelineStage]:
+    ranks, place = group.size(), group.rank()
+    count = ranks * len(stages)
+    return [_Stage(stage, place + ranks * index, count, device, group=group) for index, stage in enumerate(stages)]
+
+
+def _rows_of(batch: MicroBatch) -> dict[str, Tensor]:
+    """What each stage gets of the rows, in tensors that a schedule divides."""
+    return {"targets_BT": batch.targets, "document_BT": batch.segments.documents(len(batch.targets))}

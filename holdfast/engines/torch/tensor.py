@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 from holdfast.model.decoder import Decoder
 from holdfast.model.experts import Router
 from holdfast.model.layers import LatentAttention, Layer, Mixture, WholeNorm
-from holdfast.model.token_logprobs import token_logprobs
+from holdfast.model.token_logprobs import Likeliest, likeliest_tokens, token_logprobs
 
 SEQUENCE = Shard(1)  # of [B, T, D]
 
@@ -56,6 +56,10 @@ def apply_tensor_parallel(decoder: Decoder, mesh: DeviceMesh) -> None:
             if mixture is not None:
                 mixture.gate.cut(mesh.size(), lambda counts: _added_up(counts, mesh))
     decoder.logprobs = partial(_shard_logprobs, decoder, mesh)  # type: ignore[method-assign]
+    decoder.likeliest = partial(_shard_likeliest, decoder, mesh)  # type: ignore[method-assign]
+    if decoder.score is not None:
+        _distribute(decoder.score, mesh, Replicate())
+        decoder.rewards = partial(_whole_rewards, decoder)  # type: ignore[method-assign]
     # Rows are vocabulary tokens in both, so that one matrix can serve as both. The head reads whole sequences.
     trunk = {
         "embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=SEQUENCE),
@@ -209,20 +213,29 @@ def _of_own_tokens(weight: Tensor) -> Tensor:
 
 
 def _shard_logprobs(decoder: Decoder, mesh: DeviceMesh, x: Tensor, targets: Tensor) -> Tensor:
-    """See `Decoder.logprobs`. Each rank has consecutive rows of the head, and all of them have equal numbers of rows
-    but the last one."""
-    head = decoder.head_weight
-    assert isinstance(x, DTensor)
-    assert isinstance(head, DTensor)
-    first = mesh.get_local_rank() * -(-len(head) // mesh.size())
-    return token_logprobs(
-        x.to_local(),
-        head.to_local(),
-        targets,
-        chunk=decoder.loss_chunk,
-        group=mesh.get_group(),
-        first_token=first,
-    )
+    """See `Decoder.logprobs`."""
+    first = _first_token(decoder, mesh)
+    inputs = _local(x), _local(decoder.head_weight)
+    return token_logprobs(*inputs, targets, chunk=decoder.loss_chunk, group=mesh.get_group(), first_token=first)
+
+
+def _shard_likeliest(decoder: Decoder, mesh: DeviceMesh, x: Tensor, count: int) -> Likeliest:
+    """See `Decoder.likeliest`."""
+    first = _first_token(decoder, mesh)
+    inputs = _local(x), _local(decoder.head_weight)
+    return likeliest_tokens(*inputs, count, decoder.loss_chunk, group=mesh.get_group(), first_token=first)
+
+
+def _first_token(decoder: Decoder, mesh: DeviceMesh) -> int:
+    """The first row of the head on this rank. Each rank has consecutive rows, and all of them have equal numbers of
+    rows but the last one."""
+    return mesh.get_local_rank() * -(-len(decoder.head_weight) // mesh.size())
+
+
+def _whole_rewards(decoder: Decoder, x: Tensor) -> Tensor:
+    """See `Decoder.rewards`. Every rank computes all of them."""
+    assert decoder.score is not None
+    return F.linear(_local(x), _local(decoder.score.weight))[..., 0].float().clone()
 
 
 def _added_up(counts: Tensor, mesh: DeviceMesh) -> Tensor:

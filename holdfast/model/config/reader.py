@@ -109,6 +109,7 @@ class ReadConfig(NamedTuple):
 
 def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
     """The model that a config.json (`settings`, from `path`) describes. Raises DataError with the wrong key."""
+    settings = _of_text(path, settings)
     _require_types(path, settings, _TYPES)
     for section in ("rope_scaling", "rope_parameters"):
         rope = settings.get(section) or {}
@@ -134,6 +135,17 @@ def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
     end_of_text = _own(path, settings).get("end_of_text_id", stops[0] if stops else None)
     more_layers = settings.get(MORE_LAYERS) or 0 if MORE_LAYERS in family.written else 0
     return ReadConfig(shape, vocabulary, end_of_text, stops, more_layers)
+
+
+def _of_text(path: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The settings of the language model of a model that also sees images (Gemma 3)."""
+    if settings.get("model_type") != "gemma3":
+        return settings
+    own = settings.get("text_config") or {}
+    if not isinstance(own, dict):
+        raise DataError(f"{path}: text_config is {shown(own)}; an object is needed")
+    of_both = {key: settings[key] for key in ("eos_token_id", "tie_word_embeddings", "dtype", OWN) if key in settings}
+    return {**of_both, **own, "model_type": "gemma3_text", "architectures": None}
 
 
 def _family(path: str, settings: Mapping[str, Any]) -> tuple[str, FamilyConfig]:

@@ -27,8 +27,7 @@ def objective_name(spec: Spec) -> ObjectiveName:
 
 
 def check_preferences(spec: Spec) -> Iterator[Problem]:
-    """The objective fits the data. Preferences need reference weights (except orpo), the torch engine, and whole or
-    sharded models."""
+    """The objective fits the data. Preferences need reference weights (except orpo) and the torch engine."""
     preference, objective, kind = spec.training.preference, spec.training.objective.kind, spec.data.kind
     fitting = OBJECTIVES[kind]
     if objective not in ("auto", *fitting):
@@ -69,21 +68,21 @@ def check_preferences(spec: Spec) -> Iterator[Problem]:
         yield Problem(
             "model.init_from", None, "is missing, and preferences are measured against those weights", "name them"
         )
-    yield from _plain_layout(spec, "does not support preferences", "another data.kind")
+    yield from _of_torch(spec, "does not support preferences", "another data.kind")
 
 
 NF4_BLOCK = 64  # as in holdfast.model.nf4
 
 
 def _check_distillation(spec: Spec, objective: str) -> Iterator[Problem]:
-    """A distillation has a teacher, the torch engine, and a whole or sharded model; nothing else has a teacher."""
+    """A distillation has a teacher and the torch engine; nothing else has a teacher."""
     distillation = spec.training.distillation
     if objective == "distillation":
         if distillation.teacher is None:
             yield Problem("training.distillation.teacher", None, "is missing", "name the folder of an exported model")
         if spec.training.precision == "fp8":
             yield Problem("training.precision", "fp8", "is not supported with a teacher", "use bf16")
-        yield from _plain_layout(spec, "does not support distillation", "another training.objective")
+        yield from _of_torch(spec, "does not support distillation", "another training.objective")
         return
     for name, field in type(distillation).model_fields.items():
         if (value := getattr(distillation, name)) != field.default:
@@ -105,7 +104,6 @@ def _check_reward(spec: Spec) -> Iterator[Problem]:
             f"use {', '.join(SCALAR_HEADS)}",
         )
     for field, value, reason in (
-        ("training.lora.rank", spec.training.lora.rank, "would not train the scalar head"),
         ("evaluation.tasks", spec.evaluation.tasks, "need a model that predicts tokens"),
         ("evaluation.prompts", spec.evaluation.prompts, "need a model that predicts tokens"),
     ):
@@ -154,22 +152,18 @@ def check_adapters(spec: Spec) -> Iterator[Problem]:
     yield from _dense_of_torch(spec, "does not support adapters", "no training.lora")
 
 
-def _plain_layout(spec: Spec, why: str, otherwise: str) -> Iterator[Problem]:
-    """The model is dense, whole or sharded, and the engine is torch. Everything else is refused with `why`."""
-    yield from _dense_of_torch(spec, why, otherwise)
-    for name in ("tensor", "pipeline", "context"):
-        if (degree := getattr(spec.parallel, name)) > 1:
-            remedy = f"use 1, with parallel.strategy: fsdp for a model that is too large, or {otherwise}"
-            yield Problem(f"parallel.{name}", degree, why, remedy)
+def _of_torch(spec: Spec, why: str, otherwise: str) -> Iterator[Problem]:
+    """The engine is torch. DeepSpeed's are refused with `why`."""
+    if spec.parallel.engine != "torch":
+        remedy = f"use ddp or fsdp, or {otherwise}"
+        yield Problem("parallel.strategy", spec.parallel.strategy, why, remedy)
 
 
 def _dense_of_torch(spec: Spec, why: str, otherwise: str) -> Iterator[Problem]:
     """The model is dense, and the engine is torch. Everything else is refused with `why`."""
     if spec.model.experts > 1:
         yield Problem("model.experts", spec.model.experts, why, f"use 1, or {otherwise}")
-    if spec.parallel.engine != "torch":
-        remedy = f"use ddp or fsdp, or {otherwise}"
-        yield Problem("parallel.strategy", spec.parallel.strategy, why, remedy)
+    yield from _of_torch(spec, why, otherwise)
 
 
 def check_own_objective(spec: Spec) -> Iterator[Problem]:
