@@ -25,7 +25,7 @@ from holdfast.model.lora import is_adapter
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec.errors import DataError
 from holdfast.spec.model import Model
-from holdfast.spec.training import Parallel
+from holdfast.spec.parallel import Parallel
 
 # AdamW's state of every weight: torch's name -> prefix of the canonical name.
 MOMENTS = {"exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}

@@ -42,7 +42,7 @@ from holdfast.engines.torch.frozen import FrozenModels, base_boxes
 from holdfast.engines.torch.micro import Micro, MicroSettings, ReferenceModel
 from holdfast.engines.torch.optimizers import optimizer_of, set_rate, update
 from holdfast.engines.torch.parallelize import NARROW, Topology, build_expert_mesh, device_mesh, parallelize
-from holdfast.engines.torch.parameters import TrainedParameters
+from holdfast.engines.torch.parameters import TrainedParameters, freeze
 from holdfast.engines.torch.pipeline import ForwardPipeline, Pipeline, build_parts
 from holdfast.engines.torch.scaling import LossScale
 from holdfast.engines.torch.tied import TiedEnds

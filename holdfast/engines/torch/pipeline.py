@@ -35,7 +35,7 @@ from holdfast.model.decoder import Charged, Decoder
 from holdfast.objectives.micro_batches import MicroBatch
 from holdfast.planning.schedule import split
 from holdfast.spec.model import Model
-from holdfast.spec.training import Parallel
+from holdfast.spec.parallel import Parallel
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining._utils import _TensorMeta
