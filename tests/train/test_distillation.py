@@ -22,7 +22,7 @@ from tests.train.ranks import Steps, join_exactly, steps_of
 from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec
 
 TOP, WEIGHT, RATE, STEPS, END = 6, 0.5, 0.02, 3, 0
-STAGES = ("parallel.pipeline=2", "model.tie_embeddings=false", "training.micro_batch=1")
+STAGES = ("parallel.pipeline=2", "training.micro_batch=1")
 LAYOUTS = (
     (1, ("parallel.strategy=ddp",)),
     (2, ("parallel.strategy=ddp", "training.micro_batch=1")),
