@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.pipelines.backends.slurm.backend import Slurm
 from holdfast.pipelines.backends.slurm.emit import folder_of, store_mark
+from holdfast.spec import dump_spec, parse_spec
 from holdfast.steps.outcomes import Outcome
 from holdfast.store import layout, open_store
 
@@ -115,3 +116,19 @@ def test_a_chain_that_is_being_made_has_no_step_that_was_forgotten(home: Path) -
     knows(home, JOB.format(number=6, key="abc-0", step="preprocess", state="PENDING").replace("abc-0-6", "abc-0"))
     status = Slurm((home / "store").as_uri()).status("abc")
     assert (status.state, [step.name for step in status.steps]) == ("PENDING", ["preprocess"])
+
+
+@pytest.mark.parametrize("comment", ["tiny {key}", ""])
+def test_a_chain_of_a_script_begins_with_its_training_and_misses_no_other_step(home: Path, comment: str) -> None:
+    url = (home / "store").as_uri()
+    key = f"abc-{store_mark(url)}"
+    first = JOB.format(number=6, key=key, step="train", state="COMPLETED").replace(f"tiny {key}-6", "{}")
+    last = JOB.format(number=7, key=key, step="notify", state="COMPLETED")
+    last = last if comment else last.replace(f"tiny {key}-6", "")
+    knows(home, first.format(comment.format(key=key)), last)
+    folder_of(key).mkdir(parents=True)
+    spec = parse_spec({"name": "tiny", "code": f"blake3:{'0' * 64}", "train": {"script": "train.py"}})
+    (folder_of(key) / "spec-1.yaml").write_text(dump_spec(spec))
+    status = Slurm(url).status("abc")
+    assert (status.id, status.state) == (f"{key}-6", "SUCCEEDED")
+    assert [(step.name, step.state) for step in status.steps] == [("train", "SUCCEEDED"), ("notify", "SUCCEEDED")]
