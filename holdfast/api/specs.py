@@ -16,6 +16,7 @@ from holdfast.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from holdfast.components.trigger import Decision
+    from holdfast.corpus.overview import Overview
     from holdfast.pipelines.backends.kubeflow.connection import Server
     from holdfast.pipelines.backends.kubeflow.schedule import Entry, Scheduled
     from holdfast.pipelines.backends.kubeflow.submit import Uploaded
@@ -59,6 +60,20 @@ def missing_sources(spec: Spec) -> list[str]:
     from holdfast.corpus.sources import missing_sources as missing
 
     return missing(spec.data)
+
+
+def describe_data(spec: Spec, *, store: str = "", samples: int = 8) -> Overview:
+    """What is in the dataset of a spec, with samples of its first batches. Prepares the dataset if it does not exist,
+    and trains nothing."""
+    from holdfast.corpus.overview import overview
+    from holdfast.pipelines.paths import store_root, with_absolute_paths
+    from holdfast.runtime.environment import store_url
+    from holdfast.store import open_store
+
+    absolute_spec = with_absolute_paths(resolve_code(spec, Path.cwd()))
+    if not absolute_spec.data.sources:
+        raise UsageError("reads its own data in its script", "SPEC", "name a spec with data.sources")
+    return overview(absolute_spec, open_store(store_root(store) if store else store_url(absolute_spec)), samples)
 
 
 def target_of(name: str) -> Target:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.corpus.chat import ChatEncoder
-from holdfast.corpus.duplicates import FirstOccurrences, first_occurrences
+from holdfast.corpus.duplicates import Repeats, find_repeats
 from holdfast.corpus.encode import Encoder, load_tokenizer
 from holdfast.corpus.record_types import FILTERS, excerpt
 from holdfast.corpus.records import place
@@ -28,6 +27,7 @@ from holdfast.dataset.manifest import DtypeName, Example, Shard, Source, Split, 
 from holdfast.dataset.shards import DTYPES, Tokens, block_digests, shard_digest
 from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.runtime.logs import log
+from holdfast.spec.data import Cleaning
 from holdfast.spec.errors import DataError
 from holdfast.store import Store, layout
 
@@ -52,11 +52,6 @@ class UnitReader:
         self._store, self.pieces, self._job = store, pieces, job
         self._settings = job.settings
         self.rebuilt: set[int] = set()  # numbers of the pieces that were made again
-
-    def digests(self) -> Iterator[NDArray[Any]]:
-        """The document digests of every part, without reading the tokens."""
-        for _, index in self.indexes():
-            yield index["digest"]
 
     def indexes(self) -> Iterator[tuple[Piece, NDArray[Any]]]:
         """The index of every part, with its piece, without reading the tokens."""
@@ -130,9 +125,9 @@ class Drops:
         self._before = self._lines = 0  # lines of the file before this piece, and in it so far
         self._ended = True
 
-    def add(self, piece: Piece, part: Part, ends: bool, duplicates: NDArray[Any], longer: NDArray[Any]) -> None:
-        """Add the next part. `ends` is true for the last part of its piece. The two bool [n] mark documents dropped
-        as duplicates, and as longer than a sample."""
+    def add(self, piece: Piece, part: Part, ends: bool, chosen: Choice) -> None:
+        """Add the next part. `ends` is true for the last part of its piece. `chosen` has the documents that are dropped
+        now."""
         if self._ended:
             follows = piece.range is not None and piece.range[0] > 0
             self._before = self._before + self._lines if follows else 0
@@ -147,20 +142,20 @@ class Drops:
                 examples[flaw.reason] = Example.of(location, flaw.detail, flaw.excerpt)
             if flaw.reason not in FILTERS and len(self.named) < MOST_NAMED:
                 self.named.append(f"{location}: {flaw.detail}")
-        for reason, mask in (("duplicate", duplicates), ("over_context", longer)):
+        for reason, mask in chosen.dropped().items():
             if mask.any():
                 counts[reason] += int(mask.sum())
                 if reason not in examples:
-                    examples[reason] = self._example(piece, part, int(np.flatnonzero(mask)[0]))
+                    examples[reason] = self._example(piece, part, int(np.flatnonzero(mask)[0]), reason)
 
-    def _example(self, piece: Piece, part: Part, number: int) -> Example:
+    def _example(self, piece: Piece, part: Part, number: int, reason: str) -> Example:
         entry = part.index[number]
         size, end = int(entry["tokens"]), int(part.index["tokens"][: number + 1].sum())
         tokens = part.tokens[end - size : end if self._packed else end - 1]  # without the end of a text
-        too_long = self._packed and size > self._packed
-        detail = (
-            f"has {size} tokens, more than model.context = {self._packed}" if too_long else "repeats an earlier one"
-        )
+        detail = {
+            "over_context": f"has {size} tokens, more than model.context = {self._packed}",
+            "near_duplicate": "is similar to an earlier one (data.cleaning.near_duplicates)",
+        }.get(reason, "repeats an earlier one")
         location = place(piece.files[int(entry["file"])], int(entry["at"]), self._before)
         return Example.of(location, detail, self._beginning(tokens[:SHOWN_TOKENS]))
 
@@ -184,22 +179,27 @@ def held_out(digests: NDArray[Any], fraction: float) -> NDArray[np.bool_]:
 
 @dataclass(frozen=True)
 class Choice:
-    """The use of the documents of a part: four bool [n], of which one is true for each document."""
+    """The use of the documents of a part: five bool [n], of which one is true for each document."""
 
     train: NDArray[np.bool_]
     validation: NDArray[np.bool_]
     duplicate: NDArray[np.bool_]
+    near: NDArray[np.bool_]  # similar to an earlier one
     longer: NDArray[np.bool_]  # longer than a sample, into which it must fit whole
 
+    def dropped(self) -> dict[str, NDArray[np.bool_]]:
+        """The documents that are dropped, by reason."""
+        return {"duplicate": self.duplicate, "near_duplicate": self.near, "over_context": self.longer}
 
-def choose(index: NDArray[Any], first: FirstOccurrences | None, validation_fraction: float, packed: int = 0) -> Choice:
-    """The split of each document in the next part. `first` detects duplicates, and None keeps them. Conversations
-    longer than `packed` tokens go into none."""
-    kept = np.ones(len(index), dtype=bool) if first is None else first.take(len(index))
+
+def choose(index: NDArray[Any], repeats: Repeats, validation_fraction: float, packed: int = 0) -> Choice:
+    """The split of each document in the next part. Conversations longer than `packed` tokens go into none."""
+    duplicate, near = repeats.take(len(index))
+    kept = ~(duplicate | near)
     longer = kept & (index["tokens"] > packed) if packed else np.zeros(len(index), dtype=bool)
-    duplicate, kept = ~kept, kept & ~longer
+    kept &= ~longer
     validation = held_out(index["digest"], validation_fraction)
-    return Choice(kept & ~validation, kept & validation, duplicate, longer)
+    return Choice(kept & ~validation, kept & validation, duplicate, near, longer)
 
 
 def assemble(
@@ -207,7 +207,7 @@ def assemble(
     division: ShardPlan,
     units: UnitReader,
     *,
-    deduplicate: bool,
+    cleaning: Cleaning,
     validation_fraction: float,
     shard_tokens: int,
     progress: Callable[[int, int], None],
@@ -226,13 +226,13 @@ def assemble(
     writers = [{split: writer(number, split) for split in SPLITS} for number in range(len(division.sources))]
     drops = Drops(len(division.sources), division.tokenizer.json, packed)
     units_done = before = 0
-    with first_occurrences(units.digests()) if deduplicate else nullcontext() as first:
+    with find_repeats(lambda: (index for _, index in units.indexes()), cleaning) as repeats:
         for piece, part, ends in units.parts():
             if piece.source != before:
                 _finish(writers[before])
                 before = piece.source
-            chosen = choose(part.index, first, validation_fraction, packed)
-            drops.add(piece, part, ends, chosen.duplicate, chosen.longer)
+            chosen = choose(part.index, repeats, validation_fraction, packed)
+            drops.add(piece, part, ends, chosen)
             writers[piece.source]["train"].add(part.tokens, part.index, chosen.train)
             writers[piece.source]["validation"].add(part.tokens, part.index, chosen.validation)
             units_done += ends

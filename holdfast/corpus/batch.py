@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from typing import Any
@@ -16,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.corpus.assemble import UnitReader, choose, gap_before
-from holdfast.corpus.duplicates import first_occurrences
+from holdfast.corpus.duplicates import find_repeats
 from holdfast.corpus.encode import load_tokenizer
 from holdfast.corpus.identity import identity_of, sample_tokens
 from holdfast.corpus.records import before, place
@@ -61,7 +60,7 @@ def documents(spec: Spec, dataset_id: str, spans: Sequence[Span], store: Store) 
     division = plan_shards(spec.data, dataset_id, sources, store)
     units = UnitReader(store, division.pieces, division.job(spec.data))
     of_spans: list[list[Document]] = [[] for _ in spans]
-    for piece, index, numbers, starts in _document_positions(spec, units):
+    for piece, index, numbers, starts in training_documents(spec, units):
         ends = starts + index["tokens"][numbers].astype(np.int64)
         overlaps = [
             (span, np.flatnonzero((starts < last) & (ends > first)))
@@ -78,7 +77,7 @@ def documents(spec: Spec, dataset_id: str, spans: Sequence[Span], store: Store) 
     return of_spans
 
 
-def _document_positions(
+def training_documents(
     spec: Spec, units: UnitReader
 ) -> Iterator[tuple[Piece, NDArray[Any], NDArray[Any], NDArray[Any]]]:
     """For each piece: the piece, the index of its documents, the numbers of its training documents, and each one's
@@ -86,11 +85,11 @@ def _document_positions(
     cleaning, packed = spec.data.cleaning, sample_tokens(spec)
     position: dict[int, int] = defaultdict(int)
     left: dict[int, int] = defaultdict(lambda: packed)
-    with first_occurrences(units.digests()) if cleaning.deduplicate else nullcontext() as first:
+    with find_repeats(lambda: (index for _, index in units.indexes()), cleaning) as repeats:
         for _, parts in groupby(units.indexes(), key=lambda part: id(part[0])):
             unit_parts = list(parts)
             piece, index = unit_parts[0][0], np.concatenate([part_index for _, part_index in unit_parts])
-            numbers = np.flatnonzero(choose(index, first, spec.data.validation_fraction, packed).train)
+            numbers = np.flatnonzero(choose(index, repeats, spec.data.validation_fraction, packed).train)
             sizes, starts = index["tokens"][numbers].astype(np.int64), np.empty(len(numbers), dtype=np.int64)
             if not packed:
                 starts[:] = position[piece.source] + np.cumsum(sizes) - sizes

@@ -9,7 +9,8 @@ machine's folder for temporary files (TMPDIR). A corpus of up to CHUNK documents
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdfast.runtime.temporary import temporary_folder
+from holdfast.spec.data import Cleaning
 
 CHUNK = 2**19  # documents processed together
 SORTED = 2**20  # records that are sorted in memory together: about 100 MB meanwhile
@@ -81,6 +83,69 @@ def first_occurrences(parts: Iterable[NDArray[Any]]) -> Iterator[FirstOccurrence
             del last
             _drop_repeats(folder, digests, 0)
         yield FirstOccurrences(folder, documents)
+
+
+@contextlib.contextmanager
+def near_repeats(parts: Iterable[NDArray[Any]], bands: int) -> Iterator[Callable[[int], Flags]]:
+    """Process the band digests (16 bytes each, [n, bands]) of all parts of a corpus, in order. Yields a function that
+    gives the results for the next documents: whether an earlier one has the same digest of a band. Scratch space is
+    16 bytes for each band of a document, in addition to one band's of `first_occurrences`."""
+    with temporary_folder("near-duplicates") as name, contextlib.ExitStack() as stack:
+        paths = [Path(name) / f"band-{band:03d}" for band in range(bands)]
+        files = [stack.enter_context(path.open("wb")) for path in paths]
+        documents = 0
+        for part in parts:
+            documents += len(part)
+            for band, file in enumerate(files):
+                np.ascontiguousarray(part[:, band]).tofile(file)
+        for file in files:
+            file.close()
+        flags = np.memmap(Path(name) / "flags", dtype=bool, mode="w+", shape=(max(1, documents),))
+        for path in paths:
+            with first_occurrences(_from_file(path)) as first:
+                for start in range(0, documents, CHUNK):
+                    count = min(CHUNK, documents - start)
+                    flags[start : start + count] |= ~first.take(count)
+            path.unlink()
+        at = 0
+
+        def take(count: int) -> Flags:
+            nonlocal at
+            at += count
+            return np.array(flags[at - count : at])
+
+        yield take
+
+
+def _from_file(path: Path) -> Iterator[NDArray[Any]]:
+    with path.open("rb") as file:
+        while len(digests := np.fromfile(file, dtype=f"V{DIGEST_BYTES}", count=CHUNK)):
+            yield digests
+
+
+@dataclass(frozen=True)
+class Repeats:
+    """For every document in corpus order: whether it repeats an earlier one, exactly or nearly."""
+
+    first: FirstOccurrences | None = None  # None: exact repeats are kept
+    near: Callable[[int], Flags] | None = None  # None: near repeats are kept
+
+    def take(self, count: int) -> tuple[Flags, Flags]:
+        """The results for the next `count` documents: bool [count] for exact repeats, and for other near ones."""
+        exact = ~self.first.take(count) if self.first else np.zeros(count, dtype=bool)
+        return exact, (self.near(count) & ~exact if self.near else np.zeros(count, dtype=bool))
+
+
+@contextlib.contextmanager
+def find_repeats(indexes: Callable[[], Iterator[NDArray[Any]]], cleaning: Cleaning) -> Iterator[Repeats]:
+    """The repeats in a corpus, whose `indexes` are read once for each kind that is dropped."""
+    with contextlib.ExitStack() as stack:
+        first = near = None
+        if cleaning.deduplicate:
+            first = stack.enter_context(first_occurrences(index["digest"] for index in indexes()))
+        if rules := cleaning.near_duplicates:
+            near = stack.enter_context(near_repeats((index["bands"] for index in indexes()), rules.bands))
+        yield Repeats(first, near)
 
 
 def repeats(digests: NDArray[Any]) -> Flags:

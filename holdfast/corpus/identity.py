@@ -10,6 +10,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from holdfast.corpus.decontamination import tasks_digest
 from holdfast.corpus.field_maps import dump_map
 from holdfast.corpus.sources import ResolvedSource, resolve
 from holdfast.spec import Spec, digest
@@ -71,6 +72,11 @@ def dataset_settings(data: Data, packed: int = 0) -> dict[str, Any]:
         settings["cleaning"]["filters"] = [function_identity(f"data.cleaning.filters.{n}", each) for n, each in named]
     else:
         del settings["cleaning"]["filters"]
+    if data.cleaning.near_duplicates is None:
+        del settings["cleaning"]["near_duplicates"]
+    del settings["cleaning"]["decontaminate"]
+    if data.cleaning.decontaminate is not None:
+        settings["cleaning"]["decontaminate"] = tasks_digest(data.cleaning.decontaminate)
     if data.tokenizer.rows is None:
         del settings["tokenizer"]["rows"]
     if data.kind != "text":

@@ -93,7 +93,9 @@ def reader_identity(reader: Function | None) -> str:
 def cleaning_settings(cleaning: Cleaning, *left_out: str) -> dict[str, Any]:
     """The settings of cleaning that determine tokens. Filters count by their source, and not at all if there are
     none: older keys do not have them."""
-    settings = cleaning.model_dump(exclude={"filters", *left_out})
+    settings = cleaning.model_dump(exclude={"filters", "decontaminate", *left_out})  # tasks count by their content
+    if settings.get("near_duplicates") is None:
+        settings.pop("near_duplicates", None)
     if cleaning.filters:
         settings["filters"] = [function_identity("data.cleaning.filters", each) for each in cleaning.filters]
     return settings

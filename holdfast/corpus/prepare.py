@@ -212,7 +212,7 @@ def _join(spec: Spec, division: ShardPlan, store: Store, progress: Progress) -> 
         store,
         division,
         units,
-        deduplicate=data.cleaning.deduplicate,
+        cleaning=data.cleaning,
         validation_fraction=data.validation_fraction,
         shard_tokens=data.shard_tokens,
         packed=packed,

@@ -28,7 +28,8 @@ class Flaw:
 Record = str | Flaw | None  # None: a blank line
 Kind = Literal["text", "chat", "preferences", "unpaired"]
 
-FILTERS = ("too_short", "too_long", "repetitive", "filtered")  # reasons of `data.cleaning`; any other reason is a fault
+# Reasons of `data.cleaning`. Any other reason is a fault.
+FILTERS = ("too_short", "too_long", "repetitive", "filtered", "contaminated")
 READERS: dict[Kind, tuple[Callable[[Any], str | None], str]] = {
     "chat": (conversation_text, "conversation under 'messages', a list of {role, content}"),
     "unpaired": (labeled_text, "answer under 'prompt', 'completion' and 'label', texts or lists of {role, content}"),

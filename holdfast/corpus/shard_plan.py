@@ -16,6 +16,7 @@ from typing import Any
 from blake3 import blake3
 
 from holdfast.corpus.chat import template_name
+from holdfast.corpus.decontamination import read_tasks
 from holdfast.corpus.files import SourceFile
 from holdfast.corpus.identity import dataset_settings
 from holdfast.corpus.own import OwnFunctions
@@ -69,6 +70,7 @@ class ShardPlan:
             tokenizer.template,
             name,
             OwnFunctions.of(data),
+            read_tasks(data.cleaning),
         )
 
 

@@ -72,7 +72,7 @@ def trained_key(data: Data, corpus: str) -> str:
     """The store key of the tokenizer that `data` trains on a corpus with the digest `corpus`."""
     decisive = {
         "tokenizer": data.tokenizer.model_dump(),
-        "cleaning": cleaning_settings(data.cleaning),
+        "cleaning": cleaning_settings(data.cleaning, "near_duplicates"),
         "corpus": corpus,
     }
     return layout.unit(f"bpe-{digest(decisive)}", "tokenizer.json")

@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 from holdfast.corpus.chat import ChatEncoder, ChatTemplate, ConversationError
 from holdfast.corpus.cleaning import clean, filtered, texts
 from holdfast.corpus.compression import CorruptFileError
+from holdfast.corpus.decontamination import TaskNgrams
 from holdfast.corpus.encode import Encoder, LossyError
 from holdfast.corpus.field_maps import dump_map
 from holdfast.corpus.files import SourceFile, here
 from holdfast.corpus.megatron import TokenArray, document_count, megatron_documents, pairs
+from holdfast.corpus.minhash import BAND_BYTES, MinHash
 from holdfast.corpus.own import NO_FUNCTIONS, OwnFunctions, cleaning_settings, reader_identity
 from holdfast.corpus.record_types import FILTERS, Flaw, Kind, Reading, excerpt
 from holdfast.corpus.records import before, place, records
@@ -50,6 +52,14 @@ NAMED_FAULTS = 5  # records that a part names per fault; for a filter it names o
 
 # One entry per document. `file` is the number of its file in the piece, `at` its line or row as `records` counts.
 INDEX = np.dtype([("digest", "V16"), ("tokens", "<u8"), ("bytes", "<u8"), ("file", "<u4"), ("at", "<u8")])
+MAX_BANDS = 64
+
+
+def index_type(bands: int) -> np.dtype[Any]:
+    """The type of an index with the digests of MinHash bands: INDEX without bands. Raises ValueError."""
+    if not 0 <= bands <= MAX_BANDS:
+        raise ValueError(f"an index has {bands} bands")
+    return np.dtype([*INDEX.descr, ("bands", f"V{BAND_BYTES}", (bands,))]) if bands else INDEX
 
 
 @dataclass(frozen=True)
@@ -114,11 +124,12 @@ class Part:
 
     def dump(self) -> bytes:
         """The bytes of the part: header length, header, index, tokens."""
-        index = self.index.tobytes()
+        index, bands = self.index.tobytes(), _bands(self.index)
         body = index + self.tokens.tobytes()
         header = json.dumps(
             {
                 "documents": len(self.index),
+                **({"bands": bands} if bands else {}),
                 "tokens": len(self.tokens),
                 "dtype": f"uint{8 * self.tokens.itemsize}",
                 "records": self.records,
@@ -141,9 +152,10 @@ def parse_part(raw: bytes) -> Part | None:
         body = memoryview(raw)[4 + length :]
         if _digest(body) != header["digest"]:
             return None
-        middle = header["documents"] * INDEX.itemsize
+        dtype = index_type(header.get("bands", 0))
+        middle = header["documents"] * dtype.itemsize
         return Part(
-            index=np.frombuffer(body[:middle], dtype=INDEX),
+            index=np.frombuffer(body[:middle], dtype=dtype),
             tokens=np.frombuffer(body[middle:], dtype=DTYPES[header["dtype"]]),
             records=header["records"],
             lines=header["lines"],
@@ -175,6 +187,7 @@ class Job:
     template: str = ""  # of conversations; empty for text
     template_name: str = ""  # for messages
     own: OwnFunctions = NO_FUNCTIONS
+    tasks: TaskNgrams | None = None  # with which documents may not share words
 
     @property
     def settings(self) -> dict[str, object]:
@@ -185,7 +198,13 @@ class Job:
             "dtype": self.dtype,
             "cleaning": cleaning_settings(self.cleaning, "deduplicate"),
             **({"template": self.template} if self.template else {}),
+            **({"tasks": self.tasks.digest} if self.tasks else {}),
         }
+
+    @property
+    def bands(self) -> int:
+        """Bands of MinHash of each document; 0 if near duplicates are kept."""
+        return self.cleaning.near_duplicates.bands if self.cleaning.near_duplicates else 0
 
     def encoder(self) -> Encoder | ChatEncoder:
         """The encoder from documents to tokens."""
@@ -342,15 +361,21 @@ def read_index(store: Store, key: str, number: int) -> tuple[NDArray[Any], bool]
         head = store.get(name, 0, min(info.size, HEAD_BYTES))
         (length,) = struct.unpack_from("<I", head)
         header = parse_json_object(head[4 : 4 + length], name)
-        end = 4 + length + header["documents"] * INDEX.itemsize
+        dtype = index_type(header.get("bands", 0))
+        end = 4 + length + header["documents"] * dtype.itemsize
         if end > info.size:
             return None
         if end > len(head):
             head += store.get(name, len(head), end - len(head))
         raw = head[4 + length : end]
-        return (np.frombuffer(raw, dtype=INDEX), header["last"]) if _digest(raw) == header["index"] else None
+        return (np.frombuffer(raw, dtype=dtype), header["last"]) if _digest(raw) == header["index"] else None
     except (struct.error, DataError, ValueError, KeyError, TypeError, OverflowError):
         return None
+
+
+def _bands(index: NDArray[Any]) -> int:
+    """The MinHash bands of each document of an index."""
+    return index["bands"].shape[1] if "bands" in (index.dtype.names or ()) else 0
 
 
 def _digest(data: bytes | memoryview) -> str:
@@ -370,7 +395,9 @@ def _make_part(
 ) -> Part:
     end = b"" if job.template else np.array([job.end_of_text], dtype=DTYPES[job.dtype]).tobytes()
     width = DTYPES[job.dtype].itemsize
-    index: list[tuple[bytes, int, int, int, int]] = []
+    minhash = MinHash(job.cleaning.near_duplicates) if job.cleaning.near_duplicates else None
+    dtype = index_type(job.bands)
+    index: list[tuple[Any, ...]] = []
     encoded: list[bytes] = []
     dropped: Counter[str] = Counter()
     drops: list[Drop] = []
@@ -386,6 +413,9 @@ def _make_part(
         else:
             assert isinstance(encoder, Encoder)
             found = _taken(piece, document, encoder, job)
+        plain = "" if isinstance(found, Flaw) or not (job.tasks or minhash) else _plain(found[0], job)
+        if job.tasks and plain:
+            found = job.tasks.overlap(plain) or found
         if isinstance(found, Flaw):
             dropped[found.reason] += 1
             drop = Drop(file, at, found)
@@ -394,14 +424,15 @@ def _make_part(
                 drops.append(drop)
             continue
         raw, tokens = found[0], found[1] + end
-        index.append((blake3(raw).digest(length=16), len(tokens) // width, len(raw), file, at))
+        bands = (np.frombuffer(minhash.bands(plain), dtype=f"V{BAND_BYTES}"),) if minhash else ()
+        index.append((blake3(raw).digest(length=16), len(tokens) // width, len(raw), file, at, *bands))
         encoded.append(tokens)
         size += len(raw)
         if size >= PART_BYTES:
             last = False
             break
     return Part(
-        index=np.array(index, dtype=INDEX),
+        index=np.array(index, dtype=dtype),
         tokens=np.frombuffer(b"".join(encoded), dtype=DTYPES[job.dtype]),
         records=done,
         lines=lines,
@@ -422,6 +453,11 @@ def _encoded(document: str, encoder: Encoder | ChatEncoder, job: Job) -> tuple[b
     if not job.template and bool((np.frombuffer(tokens, DTYPES[job.dtype]) == job.end_of_text).any()):
         return _end_in_text(document, job)
     return document.encode(), tokens
+
+
+def _plain(raw: bytes, job: Job) -> str:
+    """The text of a document, without the JSON of a conversation."""
+    return "\n".join(texts(json.loads(raw))) if job.template else raw.decode()
 
 
 def _end_in_text(document: str, job: Job) -> Flaw:

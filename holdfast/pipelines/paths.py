@@ -74,6 +74,9 @@ def with_absolute_paths(spec: Spec) -> Spec:
         data = data.model_copy(update={"tokenizer": tokenizer})
     if data.chat.template:
         data = data.model_copy(update={"chat": data.chat.model_copy(update={"template": absolute(data.chat.template)})})
+    if (rules := data.cleaning.decontaminate) is not None:
+        rules = rules.model_copy(update={"tasks": tuple(map(absolute, rules.tasks))})
+        data = data.model_copy(update={"cleaning": data.cleaning.model_copy(update={"decontaminate": rules})})
     model = spec.model
     if model.init_from:
         model = model.model_copy(update={"init_from": absolute(model.init_from)})

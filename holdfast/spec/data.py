@@ -119,6 +119,27 @@ class Chat(Section):
     )
 
 
+class NearDuplicates(Section):
+    """Documents that are similar to an earlier one, found by MinHash. Two documents with the similarity s (the shared
+    part of their n-grams) count as near duplicates with the probability 1 - (1 - s^rows)^bands."""
+
+    words: int = Field(5, ge=1, le=64, description="Words of an n-gram.")
+    bands: int = Field(14, ge=1, le=64, description="Bands of hashes. More bands find less similar documents.")
+    rows: int = Field(8, ge=1, le=64, description="Hashes of a band. More rows demand more similarity.")
+
+
+class Decontamination(Section):
+    """Documents that share a run of words with a task of the evaluation."""
+
+    tasks: tuple[str, ...] = Field(
+        min_length=1,
+        max_length=256,
+        description="Files of tasks: .jsonl or .json, of which every text counts, or text with a line for each item. A "
+        "path, an s3:// or an hf:// URL.",
+    )
+    words: int = Field(13, ge=4, le=64, description="Consecutive words that a document may not share with a task.")
+
+
 class Cleaning(Section):
     """Cleaning of a document before it is tokenized. Every dropped document is counted under its reason. In
     conversations and preferences, cleaning applies to the texts of messages, never to tools or answers of tools."""
@@ -139,6 +160,12 @@ class Cleaning(Section):
     )
     deduplicate: bool = Field(
         True, description="Drop documents whose normalized text occurred before (exact, by content hash)."
+    )
+    near_duplicates: NearDuplicates | None = Field(
+        None, description="Also drop documents that are similar to an earlier one. `{}` takes the defaults."
+    )
+    decontaminate: Decontamination | None = Field(
+        None, description="Drop documents that share words with files of evaluation tasks."
     )
     filters: tuple[Function, ...] = Field(
         (),

@@ -10,24 +10,26 @@ import pytest
 from pydantic import BaseModel
 
 from holdfast.components.preprocess import run
+from holdfast.corpus.decontamination import TaskNgrams
 from holdfast.corpus.files import SourceFile
 from holdfast.corpus.identity import dataset_settings
 from holdfast.corpus.tokenizer import trained_key
 from holdfast.corpus.units import Job, Piece
 from holdfast.dataset import Dataset
-from holdfast.spec.data import Cleaning, Data, Source, Tokenizer
+from holdfast.spec.data import Cleaning, Data, Decontamination, NearDuplicates, Source, Tokenizer
 from tests.corpus.conftest import MakeSpec, prose, write_jsonl
 from tests.spec.test_identity import other_value
 
 JOB = Job("{}", "digest", "uint16", 0, Cleaning())
 PIECE = Piece(0, (SourceFile("a", "local", "", "a", "digest", 5, "1", "jsonl", ""),), "text", (0, 5))
+GROUPS = {"near_duplicates": NearDuplicates(), "decontaminate": Decontamination(tasks=(__file__,))}
 DATA = Data(sources=(Source(uri="x"),))
 
 
 def with_each_field_changed(section: BaseModel) -> dict[str, Any]:
     """The section with one field changed, by field name."""
     return {
-        name: section.model_copy(update={name: other_value(info, getattr(section, name))})
+        name: section.model_copy(update={name: GROUPS.get(name) or other_value(info, getattr(section, name))})
         for name, info in type(section).model_fields.items()
     }
 
@@ -38,13 +40,14 @@ def test_the_key_of_a_unit_follows_every_setting_of_cleaning_but_deduplication()
         for name, changed in with_each_field_changed(Cleaning()).items()
     }
     assert keys.pop("deduplicate") == PIECE.key(JOB.settings)  # the join does deduplication
+    assert keys.pop("decontaminate") == PIECE.key(JOB.settings)  # `Job.tasks` stands for it
     assert len({*keys.values(), PIECE.key(JOB.settings)}) == len(keys) + 1 >= 6
 
 
 def test_the_key_of_a_unit_follows_every_field_of_its_job_and_its_piece() -> None:
     others: dict[str, Any] = {
         "tokenizer_digest": "other", "dtype": "uint32", "end_of_text": 1, "cleaning": Cleaning(unicode="none"),
-        "template": "{}",
+        "template": "{}", "tasks": TaskNgrams(13, (), b"", b"", "digest"),
     }  # fmt: skip
     excluded = {"tokenizer_json", "template_name", "own"}  # the digest stands for the first; the second is for messages
     assert {field.name for field in fields(Job)} == others.keys() | excluded
@@ -68,7 +71,8 @@ def test_the_key_of_a_trained_tokenizer_follows_its_corpus_its_settings_and_clea
     changed = [
         DATA.model_copy(update={section: value})
         for section, whole in (("tokenizer", Tokenizer()), ("cleaning", Cleaning()))
-        for value in with_each_field_changed(whole).values()
+        for name, value in with_each_field_changed(whole).items()
+        if name not in GROUPS  # they apply to what is tokenized
     ]
     keys = [trained_key(DATA, "corpus"), trained_key(DATA, "other"), *(trained_key(data, "corpus") for data in changed)]
     assert len(set(keys)) == len(keys)

@@ -135,6 +135,8 @@ def check_for_cluster(spec: Spec, store: str = "") -> None:
 def _inputs(spec: Spec) -> Iterator[tuple[str, str]]:
     """The input fields of a run, with their values."""
     yield "data.tokenizer.path", spec.data.tokenizer.path or ""
+    for number, path in enumerate(spec.data.cleaning.decontaminate.tasks if spec.data.cleaning.decontaminate else ()):
+        yield f"data.cleaning.decontaminate.tasks.{number}", path
     yield "model.init_from", spec.model.init_from or ""
     yield "training.distillation.teacher", spec.training.distillation.teacher or ""
     yield "data.chat.template", spec.data.chat.template or ""

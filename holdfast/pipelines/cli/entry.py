@@ -35,6 +35,7 @@ from holdfast.pipelines.cli import (
 )
 from holdfast.pipelines.cli.calibrate import calibrate
 from holdfast.pipelines.cli.chaos import chaos
+from holdfast.pipelines.cli.data import data
 from holdfast.pipelines.cli.health import health
 from holdfast.pipelines.cli.options import err, out, print_json, with_options
 from holdfast.pipelines.cli.plan import plan
@@ -97,6 +98,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Specs": {
         "init": specs.init,
         "validate": specs.validate,
+        "data": data,
         "verify": specs.verify,
         "compile": compile_.compile_,
         "plan": plan,
