@@ -25,7 +25,7 @@ from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.pages.charts import render
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec import Spec
-from holdfast.spec.training import BatchSizes
+from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.store import Store
 
 SHOWN_TOKENS = 4096  # of a sample
