@@ -72,6 +72,7 @@ from holdfast.telemetry import emit, phases, recording
 from holdfast.telemetry.channel import set_source
 from holdfast.telemetry.events import AttemptBegan
 from holdfast.telemetry.serving import showing_metrics
+from holdfast.telemetry.trainer_status import reporting_trainer_status
 
 log = logging.getLogger("holdfast.train")
 
@@ -274,7 +275,7 @@ class _RankProcess:
         store = open_store(self.store)
         events = recording(store, self.run_id, f"rank {os.environ.get('RANK', '0')}", launch=self.launch)
         try:
-            with events, reporting_end(), noticing_lost_peers():  # of the collectives of training
+            with events, reporting_trainer_status(), reporting_end(), noticing_lost_peers():  # of collectives
                 work(store, self.run_id, self.launch, self.leave, self.record, self.code, self.functions)
         except (BadReaderError, WrongArithmeticError, UnhealthyNodeError) as error:
             self.blames_node = not isinstance(error, BadReaderError) or error.here

@@ -39,6 +39,7 @@ from holdfast.spec import ExitCode
 from holdfast.spec.errors import HoldfastError, PreemptedError, UserCodeError
 from holdfast.store import open_store
 from holdfast.telemetry import phases, recording
+from holdfast.telemetry.trainer_status import reporting_trainer_status
 
 log = logging.getLogger("holdfast.script")
 
@@ -65,7 +66,7 @@ class ScriptProcess:
         script, and what the session raises."""
         store = open_store(self.store)
         events = recording(store, self.run_id, f"rank {os.environ.get('RANK', '0')}", launch=self.launch)
-        with events, reporting_end(), noticing_lost_peers():
+        with events, reporting_trainer_status(), reporting_end(), noticing_lost_peers():
             phases.enter("start", 0)
             launched = read_launch(store, self.run_id, self.launch)
             assignment = ScriptAssignment.recorded(launched.assignment, f"launch {self.launch} of run {self.run_id}")
