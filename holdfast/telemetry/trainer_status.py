@@ -23,7 +23,7 @@ from holdfast.telemetry.channel import add_listener
 from holdfast.telemetry.events import Event, Progress
 
 URL, CA, TOKEN = "KUBEFLOW_TRAINER_SERVER_URL", "KUBEFLOW_TRAINER_SERVER_CA_CERT", "KUBEFLOW_TRAINER_SERVER_TOKEN"
-PAUSE_SECONDS = 5.0  # between two posts, as the Trainer asks
+PAUSE_SECONDS = 5.0  # between two posts, the limit that the Trainer recommends
 POST_SECONDS = 5.0  # for a whole request
 FAREWELL_SECONDS = 6.0  # for the last one
 LONGEST_VALUE = 64  # characters of a metric's value
