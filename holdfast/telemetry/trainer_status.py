@@ -2,7 +2,7 @@
 
 The Trainer (2.2 and later, feature gate TrainJobStatus) sets three variables in the pods of a TrainJob: the URL of its
 status server, its certificate authority, and a token that is renewed. Rank 0 posts the newest progress there, at most
-every 5 seconds, from a thread of its own. A server that does not answer never delays the training.
+every 5 seconds, from a separate thread. A server that does not answer never delays the training.
 """
 
 from __future__ import annotations
