@@ -29,6 +29,8 @@ from holdfast.spec.parallel import Parallel
 
 # AdamW's state of every weight: torch's name -> prefix of the canonical name.
 MOMENTS = {"exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
+# State of an optimizer for each weight that it has such state for.
+OPTIMIZER_STATE = MOMENTS | {"momentum_buffer": "optimizer.momentum_buffer."}
 # Canonical prefix of the error that gradient compression keeps for every weight on every rank.
 LEFT_OUT = "compression.error."
 CODES, SCALES = ".codes", ".scales"  # suffixes of an NF4 matrix, after its name
@@ -217,7 +219,7 @@ def parts_of(box: TensorBox, rows: int) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _zero_moment(box: TensorBox) -> bool:
-    if box.name.startswith((*MOMENTS.values(), LEFT_OUT)):
+    if box.name.startswith((*OPTIMIZER_STATE.values(), LEFT_OUT)):
         with torch.no_grad():
             box.data.zero_()
         return True

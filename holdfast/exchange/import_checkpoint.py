@@ -124,6 +124,8 @@ def _own_state(spec: Spec) -> str:
     """The field of a spec whose run has other state than weights and the moments of all. Empty if none does."""
     if spec.training.ema.decay is not None:
         return "training.ema.decay"
+    if spec.training.optimizer.kind == "muon":
+        return "training.optimizer.kind: muon"
     frozen = any(group.frozen for group in spec.training.optimizer.groups)
     return "training.optimizer.groups[].frozen" if frozen else ""
 

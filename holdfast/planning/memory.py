@@ -81,10 +81,11 @@ class Updates:
         cls, training: Training, objective: ObjectiveName = "next_token", teacher: Architecture | None = None
     ) -> Self:
         """The values of a spec with this objective, and its teacher if it is known."""
+        judged = training.anomalies.action != "stop" or training.anomalies.deviations is not None
         return cls(
-            lamb=training.optimizer.kind == "lamb",
+            lamb=training.optimizer.kind == "lamb" or (judged and training.optimizer.kind == "muon"),
             elastic=training.determinism == "elastic",
-            judged=training.anomalies.action != "stop" or training.anomalies.deviations is not None,
+            judged=judged,
             left_out=training.gradient_compression in KEEPING,
             lora=training.lora,
             loss_chunk=training.loss_chunk,

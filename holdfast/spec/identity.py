@@ -108,14 +108,14 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
 
 
 # Fields of `training` that are younger than run ids. At their defaults they are not in the id.
-_YOUNGER: Mapping[str, tuple[str, ...]] = {"optimizer": ("groups",), "schedule": ("decay_steps", "decay_shape")}
+_YOUNGER: Mapping[str, tuple[str, ...]] = {"optimizer": ("groups", "muon"), "schedule": ("decay_steps", "decay_shape")}
 
 
 def _drop_unused(fields: dict[str, Any], training: Training) -> None:
     for name, younger in _YOUNGER.items():
         section = getattr(training, name)
         for field in younger:
-            if getattr(section, field) == type(section).model_fields[field].default:
+            if getattr(section, field) == type(section).model_fields[field].get_default(call_default_factory=True):
                 del fields[name][field]
     if training.ema == Ema():
         del fields["ema"]

@@ -27,22 +27,39 @@ class ParameterGroup(Section):
     weight_decay: float | None = Field(
         None, ge=0, description="Weight decay of these parameters, norms included. Default: that of the optimizer."
     )
+    adamw: bool = Field(False, description="With `kind: muon`: update these parameters by AdamW.")
     frozen: bool = Field(
         False, description="Do not train these parameters. They stay in every checkpoint, without optimizer state."
     )
 
 
-class Optimizer(Section):
-    """AdamW or LAMB. Weight decay applies to matrices, not to norms."""
+class MuonSettings(Section):
+    """With `kind: muon`: the update of hidden matrices. See docs/training.md."""
 
-    kind: Literal["adamw", "lamb"] = Field(
-        "adamw", description="`lamb` scales each tensor's update to the norm of the tensor, for very large batches."
+    momentum: float = Field(0.95, ge=0, lt=1, description="Decay of the momentum.")
+    nesterov: bool = Field(True, description="Orthogonalize the momentum one step ahead.")
+    iterations: int = Field(5, ge=1, le=20, description="Newton-Schulz iterations.")
+    scaling: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="Factor of a matrix's learning rate. `match_rms_adamw`: 0.2 sqrt(max(rows, columns)), so that one "
+        "rate fits both optimizers. `original`: sqrt(max(1, rows / columns)).",
+    )
+
+
+class Optimizer(Section):
+    """AdamW, LAMB or Muon. Weight decay applies to matrices, not to norms."""
+
+    kind: Literal["adamw", "lamb", "muon"] = Field(
+        "adamw",
+        description="`lamb` scales each tensor's update to the norm of the tensor, for very large batches. `muon` "
+        "orthogonalizes the updates of the matrices of all layers, and trains the rest by AdamW.",
     )
     learning_rate: float = Field(1e-3, gt=0, description="Peak learning rate.")
     beta1: float = Field(0.9, ge=0, lt=1, description="Decay of the first moment.")
     beta2: float = Field(0.95, ge=0, lt=1, description="Decay of the second moment.")
     epsilon: float = Field(1e-8, gt=0, description="Added to the denominator.")
     weight_decay: float = Field(0.1, ge=0, description="Decoupled weight decay.")
+    muon: MuonSettings = Field(default_factory=MuonSettings, description="Settings of `kind: muon`.")
     groups: tuple[ParameterGroup, ...] = Field(
         (), max_length=100, description="Parameters with another rate or weight decay, or frozen ones, by name."
     )

@@ -46,7 +46,7 @@ from holdfast.engines.torch.parameters import TrainedParameters, freeze
 from holdfast.engines.torch.pipeline import ForwardPipeline, Pipeline, build_parts
 from holdfast.engines.torch.scaling import LossScale
 from holdfast.engines.torch.tied import TiedEnds
-from holdfast.engines.weights import MOMENTS
+from holdfast.engines.weights import OPTIMIZER_STATE
 from holdfast.launch.device import local_device
 from holdfast.model.initialise import AVERAGE
 from holdfast.model.lora import FrozenLinear, add_adapters
@@ -110,6 +110,7 @@ class TorchEngine:
             spec.training.optimizer,
             anywhere=self._sharded and self._grid is not None,
             rows=dict(self._trained.rows()) if self._sharded else None,
+            experts=spec.model.experts,
         )
         decay = spec.training.ema.decay
         self._average = None if decay is None else AveragedWeights(self._trained.named(), decay)
@@ -240,7 +241,9 @@ class TorchEngine:
         for name, parameter in self._trained.named():
             layout, state = self._trained.layout_of(name, parameter), self._optimizer.state[parameter]
             yield layout, layout.box(parameter)
-            yield from ((layout, layout.named(prefix).box(state[key])) for key, prefix in MOMENTS.items())
+            for key, prefix in OPTIMIZER_STATE.items():
+                if key in state:
+                    yield layout, layout.named(prefix).box(state[key])
             if self._average is not None:
                 yield layout, layout.named(AVERAGE).box(self._average[name])
         for name, parameter in self._trained.frozen() if self._spec.training.lora.rank is None else ():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.spec.errors import Problem
-from holdfast.spec.training import KEEPING, ParameterGroup, Schedule
+from holdfast.spec.training import KEEPING, MuonSettings, ParameterGroup, Schedule
 from holdfast.spec.tree import Spec
 
 
@@ -84,9 +84,21 @@ def check_compression(spec: Spec) -> Iterator[Problem]:
 
 
 def check_optimizer(spec: Spec) -> Iterator[Problem]:
-    """LAMB needs norms of whole tensors. The torch engine sums them if every rank has a part of every tensor."""
-    parallel = spec.parallel
-    if spec.training.optimizer.kind != "lamb":
+    """LAMB needs norms of whole tensors, and Muon whole matrices. The torch engine has them if every rank has a part of
+    every tensor."""
+    parallel, optimizer = spec.parallel, spec.training.optimizer
+    if optimizer.kind != "muon":
+        remedy = "remove it, or use training.optimizer.kind: muon"
+        if optimizer.muon != MuonSettings():
+            yield Problem("training.optimizer.muon", None, f"is not used with kind: {optimizer.kind}", remedy)
+        for index, group in enumerate(optimizer.groups):
+            if group.adamw:
+                field, message = f"training.optimizer.groups[{index}].adamw", f"is not used with kind: {optimizer.kind}"
+                yield Problem(field, True, message, remedy)
+    elif spec.training.lora.rank is not None:
+        message = "does not train adapters (training.lora), which are thin"
+        yield Problem("training.optimizer.kind", "muon", message, "use adamw, or remove training.lora")
+    if optimizer.kind == "adamw":
         return
     unable = {
         "strategy": parallel.strategy if parallel.engine == "deepspeed" else None,
@@ -97,7 +109,7 @@ def check_optimizer(spec: Spec) -> Iterator[Problem]:
         if value is not None:
             yield Problem(
                 "training.optimizer.kind",
-                "lamb",
+                optimizer.kind,
                 f"is not supported with parallel.{field}: {value}",
                 "use adamw, or parallel.strategy: ddp or fsdp without pipeline and offload",
             )
