@@ -88,7 +88,7 @@ def orthogonalized(matrix: Tensor, iterations: int) -> Tensor:
     """The nearest matrix with orthonormal rows or columns, about: Newton-Schulz iterations in bf16, as in
     torch.optim.Muon."""
     a, b, c = COEFFICIENTS
-    x = matrix.bfloat16().contiguous().clone()  # memory of its own, so that kernels see one alignment
+    x = matrix.bfloat16().contiguous().clone()  # new memory, so that kernels see one alignment
     tall = len(x) > x.shape[1]
     x = x.T if tall else x
     x = x / x.norm().clamp(min=LEAST_NORM)
