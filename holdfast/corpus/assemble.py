@@ -25,7 +25,7 @@ from holdfast.corpus.shard_plan import ShardPlan
 from holdfast.corpus.units import Job, Part, Piece, read_index, read_part, tokenise
 from holdfast.dataset.manifest import DtypeName, Example, Shard, Source, Split, SplitName
 from holdfast.dataset.shards import DTYPES, Tokens, block_digests, shard_digest
-from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
+from holdfast.dataset.vocabulary import ENDS, ID, RECORD, UNCOUNTED
 from holdfast.runtime.logs import log
 from holdfast.spec.data import Cleaning
 from holdfast.spec.errors import DataError
@@ -160,7 +160,7 @@ class Drops:
         return Example.of(location, detail, self._beginning(tokens[:SHOWN_TOKENS]))
 
     def _beginning(self, tokens: Tokens) -> str:
-        ids = (tokens & np.uint32(ID) if self._packed else tokens).tolist()
+        ids = (tokens[tokens & RECORD == 0] & ID).tolist()
         return excerpt(str(self._tokenizer.decode(ids, skip_special_tokens=False)).rstrip("\ufffd"))
 
     @cached_property

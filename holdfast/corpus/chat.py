@@ -17,7 +17,7 @@ import numpy as np
 
 from holdfast.corpus.encode import LossyError, exact_offsets, is_lossless, require_same
 from holdfast.corpus.files import read_user_file
-from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED, UNDESIRABLE
+from holdfast.dataset.vocabulary import ENDS, ID, RECORD, UNCOUNTED, UNDESIRABLE
 from holdfast.rendering.chat import CLOSE, OPEN, Rendered
 from holdfast.rendering.process import Template, TemplateRefusedError
 from holdfast.spec.data import Data
@@ -83,7 +83,8 @@ class ChatTemplate:
 
 class ChatEncoder:
     """Encodes conversations (from `conversation_text`) as tokens with their marks, uint32. Of pairs (from
-    `pair_text`) and labeled answers (from `labeled_text`), each answer after its prompt becomes a document."""
+    `pair_text`) and labeled answers (from `labeled_text`), each answer after its prompt becomes a document. A prompt
+    (from `prompt_text`) is followed by the bytes of its record."""
 
     def __init__(self, tokenizer_json: str, template: ChatTemplate, end_of_text: int) -> None:
         """`end_of_text` ends plain-text answers."""
@@ -99,16 +100,32 @@ class ChatEncoder:
         """The tokens, as little-endian bytes. The first one never counts, because nothing precedes it. Raises
         ConversationError, and LossyError if the tokens do not decode to the text."""
         ends: dict[bool, list[int]] = {False: [], True: [self._end]}
+        if (fields := (record := json.loads(text)).get("record")) is not None:
+            ((prompt, _, _),) = self._template.rendered(text)
+            return self._prompt(prompt, {"prompt": record["prompt"], **fields})
         encoded = b"".join(
             self._marked(part, spans, ends[plain]) for part, spans, plain in self._template.rendered(text)
         )
-        if json.loads(text).get("label") is False:
+        if record.get("label") is False:
             encoded = (np.frombuffer(encoded, dtype="<u4") | np.uint32(UNDESIRABLE)).tobytes()
         return encoded
 
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of tokens."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False))
+
+    def _prompt(self, rendered: str, record: dict[str, Any]) -> bytes:
+        """The tokens of a prompt, which do not count, and the bytes of its record."""
+        ids = self._tokenizer.encode(rendered, add_special_tokens=False).ids
+        if not self._lossless:
+            require_same(rendered, self.decode(ids), strict=False)
+        if not ids:
+            raise ConversationError("its prompt has no tokens")
+        raw = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode()
+        words = np.concatenate((np.array(ids, dtype="<u4"), np.frombuffer(raw, np.uint8).astype("<u4") | RECORD))
+        words |= np.uint32(UNCOUNTED)
+        words[-1] |= np.uint32(ENDS)
+        return words.astype("<u4").tobytes()
 
     def _marked(self, rendered: str, spans: list[tuple[int, int]], more: Sequence[int] = ()) -> bytes:
         """The tokens of a text, followed by `more`. Tokens with a character in `spans` count, and so do those of
@@ -154,6 +171,20 @@ def conversation_text(record: Any) -> str | None:
     if not is_messages(messages):
         return None
     return dumped({"messages": messages, **template_inputs(record)})
+
+
+def prompt_text(record: Any) -> str | None:
+    """The prompt of a record (`prompt`, or `messages`) and its other keys for rewards as JSON, or None without a
+    prompt. Raises ConversationError for values that a template cannot take."""
+    if not isinstance(record, dict):
+        return None
+    name = "prompt" if "prompt" in record else "messages"
+    prompt: Any = record.get(name)
+    if not _answers(prompt):
+        return None
+    inputs = template_inputs(record)
+    fields = {key: value for key, value in record.items() if key not in ("prompt", name, *inputs)}
+    return dumped({"prompt": prompt, **inputs, "record": fields})
 
 
 def is_messages(value: Any) -> bool:
@@ -219,7 +250,7 @@ def read_template(data: Data) -> ChatTemplate:
         templates = templates_next_to(place, settings)
     text = templates.pop("default", None)
     named_templates = {name: text_of_name for name, text_of_name in templates.items() if name in TEMPLATE_NAMES}
-    if text is None and (named_templates or (data.kind in ("preferences", "unpaired") and given is None)):
+    if text is None and (named_templates or (data.kind in ("preferences", "unpaired", "prompts") and given is None)):
         text = ""  # plain texts need none, and those with tools use another one
     if text is None:
         raise DataError(

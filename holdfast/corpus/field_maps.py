@@ -40,6 +40,7 @@ STANDARD: dict[str, tuple[str, ...]] = {
     "chat": ("messages",),
     "preferences": ("prompt", "chosen", "rejected"),
     "unpaired": ("prompt", "completion", "label"),
+    "prompts": ("prompt",),
 }
 MESSAGE_KEYS = ("messages", "prompt", "completion", "chosen", "rejected")  # values that may be lists of messages
 LABELS = {"true": True, "false": False, "1": True, "0": False}

@@ -58,8 +58,9 @@ def identity_of(spec: Spec, sources: Sequence[ResolvedSource]) -> str:
 
 
 def sample_tokens(spec: Spec) -> int:
-    """Tokens of the samples that conversations are packed into. 0 for text, which is divided when batches are read."""
-    return 0 if spec.data.kind == "text" else spec.model.context
+    """Tokens of the samples that conversations are packed into. 0 for text, which is divided when batches are read,
+    and for prompts, which are read one by one."""
+    return 0 if spec.data.kind in ("text", "prompts") else spec.model.context
 
 
 def dataset_settings(data: Data, packed: int = 0) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
-from holdfast.corpus.chat import ConversationError, conversation_text, labeled_text, pair_text
+from holdfast.corpus.chat import ConversationError, conversation_text, labeled_text, pair_text, prompt_text
 from holdfast.corpus.field_maps import RecordMap
 from holdfast.corpus.files import LFS_ADVICE, LFS_POINTER, NOT_TEXT
 from holdfast.runtime.secrets import redact
@@ -26,13 +26,14 @@ class Flaw:
 
 
 Record = str | Flaw | None  # None: a blank line
-Kind = Literal["text", "chat", "preferences", "unpaired"]
+Kind = Literal["text", "chat", "preferences", "unpaired", "prompts"]
 
 # Reasons of `data.cleaning`. Any other reason is a fault.
 FILTERS = ("too_short", "too_long", "repetitive", "filtered", "contaminated")
 READERS: dict[Kind, tuple[Callable[[Any], str | None], str]] = {
     "chat": (conversation_text, "conversation under 'messages', a list of {role, content}"),
     "unpaired": (labeled_text, "answer under 'prompt', 'completion' and 'label', texts or lists of {role, content}"),
+    "prompts": (prompt_text, "prompt under 'prompt' or 'messages', a text or a list of {role, content}"),
     "preferences": (pair_text, "pair under 'prompt', 'chosen' and 'rejected', texts or lists of {role, content}"),
 }
 

@@ -45,6 +45,8 @@ def records(file: SourceFile, reading: Reading, part: Range | None = None) -> It
         return
     if reading.kind != "text" and file.format == "text":
         raise DataError(f"{file.name}: is text, and {reading.kind} is read from records; convert it to jsonl")
+    if reading.kind == "prompts" and file.format != "jsonl":  # all keys of a record are kept
+        raise DataError(f"{file.name}: is {file.format}, and prompts are read from jsonl; convert it")
     try:
         match file.format:
             case "parquet":

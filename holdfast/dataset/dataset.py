@@ -19,6 +19,7 @@ from holdfast.dataset.cache import BlockCache
 from holdfast.dataset.manifest import Manifest, Shard, SplitName, load_manifest
 from holdfast.dataset.mixture import UniformOrder, WeightedOrder
 from holdfast.dataset.permutation import Indices, Permutation, derive_key
+from holdfast.dataset.prompts import Prompts
 from holdfast.dataset.remote import Bucket, RemoteShard
 from holdfast.dataset.shards import OpenFiles, ShardFile, Tokens, file_bytes
 from holdfast.dataset.stream import TokenStream
@@ -209,6 +210,10 @@ class Dataset:
         if known_weights and len(streams) > 1:
             order = WeightedOrder(counts, known_weights, seed, make, rows or 1)
         return Batches(streams, order, context, sizes)
+
+    def prompts(self, split: SplitName = "train") -> Prompts:
+        """The prompts of a split (`data.kind: prompts`). Raises DataError without one."""
+        return Prompts(self._streams[split], f"dataset {self.dataset_id}, split {split}")
 
     def where(self, batches: Batches, step: int) -> str:
         """A description of where the samples of the batch of `step` are: their sources, and their tokens in the

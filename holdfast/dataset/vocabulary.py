@@ -102,7 +102,8 @@ def _types(component: Any) -> set[str]:
 UNCOUNTED = 1 << 31  # read, but not counted as a target
 ENDS = 1 << 30  # the last token of its document
 UNDESIRABLE = 1 << 29  # part of an answer that the model should not give
-ID = UNDESIRABLE - 1  # the bits of the id itself
+RECORD = 1 << 28  # no token, but a byte of the record that a prompt comes from, for its rewards
+ID = RECORD - 1  # the bits of the id itself
 NO_TOKEN = -1  # in place of the end-of-text token if marks end documents
 
 

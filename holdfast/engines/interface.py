@@ -7,6 +7,7 @@ save. State is exchanged as boxes with canonical names, so any engine can contin
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from holdfast.checkpoint import TensorBox
 from holdfast.engines.assignment import Assignment
+from holdfast.model.decoder import Decoder
 
 Scalars = Mapping[str, float | int]  # of the state, saved with its tensors
 
@@ -55,6 +57,7 @@ class Engine(Protocol):
         size: int | None = None,
     ) -> StepOutput:
         """Run one optimizer step on this rank's rows of the global batch: [rows, context + 1] token ids on the CPU.
+        Rows of generated answers may be shorter, and have scores (see `objectives.micro_batches`).
 
         `size` is the size of that batch, if not `training.global_batch`. `before_update` is called, once or more often,
         before any tensor that `saved` returned is changed, and waits for its readers. `judge` may hold the update back.
@@ -82,6 +85,12 @@ class Engine(Protocol):
     def replicas(self) -> Mapping[Hashable, Sequence[TensorBox]]:
         """Boxes that other ranks also hold and compute. Ranks with the same key have the same boxes, and must hold
         the same bits. Empty if no rank shares its part."""
+
+    def generating(self) -> AbstractContextManager[Decoder]:
+        """The whole model, in the arithmetic of training and without gradients, while the context is open."""
+
+    def losses(self, rows: torch.Tensor) -> torch.Tensor:
+        """The cross-entropy of each target of this rank's rows, without gradients: fp32 [rows, context] on the CPU."""
 
     def close(self) -> None:
         """Remove what would outlive the process. The engine must not be used afterwards."""

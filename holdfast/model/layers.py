@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -78,7 +79,10 @@ def norm_of(shape: Model, width: int) -> nn.RMSNorm:
 
 
 class LayerCache:
-    """Cached keys and values of one layer, for generation."""
+    """Cached keys and values of one layer, for generation. `seen_BS` are the positions that the token of each row
+    sees; None: all."""
+
+    seen_BS: Tensor | None = None
 
     def __init__(self) -> None:
         self.k_BGSK: Tensor | None = None
@@ -139,7 +143,7 @@ class Attention(nn.Module):
         q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, cos_TK.to(x_BTD.dtype), sin_TK.to(x_BTD.dtype))
         attend: Callable[..., Tensor] = self.attend
         if cache is not None:
-            attend = self._attend_one if cache.positions else self.attend
+            attend = partial(self._attend_one, seen_BS=cache.seen_BS) if cache.positions else self.attend
             k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
         return self.o_proj(attend(q_BHTK, k_BGSK, v_BGSK, segments).transpose(1, 2).flatten(2))
 
@@ -160,8 +164,12 @@ class Attention(nn.Module):
         """The sinks of this rank's heads."""
         return None if self.sinks is None else _local(self.sinks)
 
-    def _attend_one(self, q_BH1K: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, _: Segments) -> Tensor:
-        """The same for one token after cached ones, which sees all of them in its window."""
+    def _attend_one(
+        self, q_BH1K: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, _: Segments, seen_BS: Tensor | None = None
+    ) -> Tensor:
+        """The same for one token after cached ones, which sees all of them in its window, or those of `seen_BS`."""
+        if seen_BS is not None:
+            return self._attend_seen(q_BH1K, k_BGSK, v_BGSK, seen_BS)
         if self.window is not None:
             k_BGSK, v_BGSK = k_BGSK[:, :, -self.window :], v_BGSK[:, :, -self.window :]
         rows, keys = len(k_BGSK), k_BGSK.shape[2]
@@ -169,6 +177,19 @@ class Attention(nn.Module):
             return F.scaled_dot_product_attention(q_BH1K, k_BGSK, v_BGSK, scale=self.scale, enable_gqa=True)
         segments = Segments(tuple(range(rows + 1)), tuple(range(0, rows * keys + 1, keys)))
         return packed_attention(q_BH1K, k_BGSK, v_BGSK, segments, None, self.local_sinks, self.scale)
+
+    def _attend_seen(self, q_BH1K: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen_BS: Tensor) -> Tensor:
+        """The same for rows that see different positions. Sinks are positions without a value."""
+        heads, groups = q_BH1K.shape[1], k_BGSK.shape[1]
+        scale = q_BH1K.shape[-1] ** -0.5 if self.scale is None else self.scale
+        q_BGRK = q_BH1K.view(len(q_BH1K), groups, heads // groups, -1)
+        scores_BGRS = (q_BGRK @ k_BGSK.transpose(2, 3)).float() * scale
+        scores_BGRS = scores_BGRS.masked_fill(~seen_BS[:, None, None, :], -math.inf)
+        if self.sinks is not None:
+            sinks_BGR1 = self.sinks.float().view(1, groups, -1, 1).expand(*scores_BGRS.shape[:3], 1)
+            scores_BGRS = torch.cat((scores_BGRS, sinks_BGR1), -1)
+        shares_BGRS = scores_BGRS.softmax(-1)[..., : k_BGSK.shape[2]].to(v_BGSK.dtype)
+        return (shares_BGRS @ v_BGSK).view(len(q_BH1K), heads, 1, -1)
 
     def _heads(self, x_BTD: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
         if isinstance(norm, WholeNorm):

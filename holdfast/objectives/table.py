@@ -8,6 +8,7 @@ from holdfast.objectives.distillation import TopKDistillation
 from holdfast.objectives.interface import Objective
 from holdfast.objectives.next_token import NextToken
 from holdfast.objectives.own import OwnObjective
+from holdfast.objectives.policy import policy_objective
 from holdfast.objectives.preference import DirectPreference, OddsRatio, RewardModel
 from holdfast.objectives.unpaired import UnpairedPreference
 from holdfast.spec.training import ObjectiveName, Training
@@ -24,6 +25,7 @@ def build_objective(name: ObjectiveName, training: Training) -> Objective:
         "dpo": lambda: DirectPreference(settings.beta),
         "orpo": lambda: OddsRatio(settings.beta),
         "reward": RewardModel,
+        "grpo": lambda: policy_objective(training.grpo),
         "kto": lambda: UnpairedPreference(settings.beta, settings.desirable_weight, settings.undesirable_weight),
     }
     return builders[name]()

@@ -90,7 +90,8 @@ class Updates:
             lora=training.lora,
             loss_chunk=training.loss_chunk,
             average=training.ema.decay is not None,
-            reference=objective in ("dpo", "kto") and training.lora.rank is None,
+            reference=training.lora.rank is None
+            and (objective in ("dpo", "kto") or (objective == "grpo" and training.grpo.kl_weight > 0)),
             teacher=None if teacher is None else Teacher(teacher, training.distillation.top_k),
         )
 

@@ -18,9 +18,9 @@ _MODULUS = 2**64
 
 
 def samples_digest(rows: NDArray[np.int64]) -> int:
-    """The sum over the rows (samples × tokens) of 64 bits of each row's BLAKE3, modulo 2^64."""
-    row_bytes = np.ascontiguousarray(rows, dtype="<i8").view(np.uint8)
-    return sum(int.from_bytes(blake3(row).digest(8), "little") for row in row_bytes) % _MODULUS
+    """The sum over the rows (samples × tokens, and their scores) of 64 bits of each row's BLAKE3, modulo 2^64."""
+    row_bytes: NDArray[np.uint8] = np.ascontiguousarray(rows, dtype="<i8").reshape(len(rows), -1).view(np.uint8)
+    return sum(int.from_bytes(blake3(row.data).digest(8), "little") for row in row_bytes) % _MODULUS
 
 
 class BatchDigest:

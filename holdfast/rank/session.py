@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -15,6 +15,7 @@ from holdfast.collectives import Gang
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine, StepOutput
 from holdfast.rank.anomalies import Anomalies
+from holdfast.rank.answer_batches import AnswerBatches
 from holdfast.rank.observers import FinishedStep, Observer
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import stream_seed
@@ -69,6 +70,7 @@ class RankSession:
     anomalies: Anomalies
     observers: Sequence[Observer]
     leave: PreemptionSignal
+    answers: AnswerBatches | None = None  # of the objective grpo
 
     def compute(self, step: int, rows: NDArray[int64], rate: float) -> StepOutput:
         """Run one optimizer step on this rank's rows of batch `step`. A collective call."""
@@ -76,7 +78,11 @@ class RankSession:
         torch.manual_seed(stream_seed(self.spec.training.seed, "step", step))
         self.anomalies.begin_step(step)
         size = BatchSizes.of(self.spec.training).size(step)
-        return self.engine.step(torch.from_numpy(rows), rate, self.before_update, self.anomalies.judge, size)
+        output = self.engine.step(torch.from_numpy(rows), rate, self.before_update, self.anomalies.judge, size)
+        if self.answers is None:
+            return output
+        metrics = {name: torch.tensor(value) for name, value in self.answers.metrics.items()}
+        return replace(output, metrics={**output.metrics, **metrics})
 
     def before_update(self) -> None:
         """Wait for the readers of the state, which changes next."""
@@ -114,4 +120,5 @@ class RankSession:
 
     def scalars(self, done: int) -> dict[str, float | int]:
         """The scalars of the state after `done` steps, in addition to its tensors."""
-        return self.engine.scalars(done) | self.anomalies.scalars()
+        answers = {} if self.answers is None else self.answers.scalars()
+        return self.engine.scalars(done) | self.anomalies.scalars() | answers

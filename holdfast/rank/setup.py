@@ -64,11 +64,16 @@ def batches(spec: Assignment, dataset: Dataset, gang: Gang) -> tuple[Batches, Ro
     training = dataset.training(
         spec.model.context, BatchSizes.of(spec.training), spec.training.seed, spec.source_weights, spec.shuffle
     )
+    return training, rows_of_rank(spec, gang)
+
+
+def rows_of_rank(spec: Assignment, gang: Gang) -> Rows:
+    """This rank's rows of a global batch, as a function of its size."""
     if spec.grid(gang.size):
-        return training, partial(rows_in_grid, spec, gang)
+        return partial(rows_in_grid, spec, gang)
     mesh = Mesh.of(spec.parallel, gang.size)
     place = mesh.data_rank(gang.rank)
-    return training, lambda size: slice(place * size // mesh.data, (place + 1) * size // mesh.data)
+    return lambda size: slice(place * size // mesh.data, (place + 1) * size // mesh.data)
 
 
 def rows_in_grid(spec: Assignment, gang: Gang, size: int) -> Indices:

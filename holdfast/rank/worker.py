@@ -24,7 +24,7 @@ import holdfast.engines.torch.engine  # noqa: F401 - likewise build_engine
 from holdfast.checkpoint import Attempt, Checkpointer, Retention, SaveOptions
 from holdfast.code.resolve import enter_code
 from holdfast.collectives import Gang, noticing_lost_peers
-from holdfast.dataset import Dataset, Prefetcher
+from holdfast.dataset import Dataset
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.mesh import Mesh
 from holdfast.launch.device import device_name
@@ -46,10 +46,10 @@ from holdfast.rank.observers import History, Observer, Progress, UserObserver
 from holdfast.rank.plan import claim
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import make_deterministic
+from holdfast.rank.row_source import row_source
 from holdfast.rank.session import RankSession
 from holdfast.rank.setup import (
     agree_on_plan,
-    batches,
     build,
     compare_stragglers,
     meet,
@@ -146,13 +146,14 @@ def work(
             gang=gang,
             failures=failures_before(store, attempt, gang.size) if gang.rank == 0 else None,
         )
-        training, rows = batches(spec, dataset, gang)
+        source = built.enter_context(row_source(spec, dataset, gang, engine, store))
+        source.adopt(start, checkpointer.scalars)
         anomalies = Anomalies(
             spec.training.anomalies,
             device,
             checkpointer.scalars,
             go_back=partial(loader.rewind, checkpointer),
-            where=partial(dataset.where, training) if gang.rank == 0 else None,
+            where=source.where if gang.rank == 0 else None,
         )
         throughput = throughput_of(spec, dataset, device, gang) if gang.rank == 0 else None
         fed, meter = BatchDigest(gang, speaks=speaks(spec, gang)), Meter(device)
@@ -167,9 +168,8 @@ def work(
             meter=meter,
         )
         checkpointer.on_commit = history.committed
-        observers: list[Observer] = [history, *compare_stragglers(spec, gang, rows)]
-        if throughput is not None:
-            observers.append(Progress(spec, history, start, throughput))
+        observers: list[Observer] = [history, *compare_stragglers(spec, gang, source.rows)]
+        observers += [] if throughput is None else [Progress(spec, history, start, throughput)]
         begun = (
             nullcontext()
             if throughput is None
@@ -180,12 +180,12 @@ def work(
             Profiler(store, attempt, active=gang.rank == 0),
         )
         observers += [accounts, profiler, *(map(UserObserver, spec.telemetry.observers) if gang.rank == 0 else ())]
-        session = RankSession(spec, gang, engine, checkpointer, cadence, anomalies, observers, leave)
+        session = RankSession(spec, gang, engine, checkpointer, cadence, anomalies, observers, leave, source.answers)
         # In-flight saves at the end hold a finite state that is equal on all replicas.
         with begun, accounts, profiler, closing(checkpointer), _leaving():
             if checkpointer.near_start is not None:  # no checkpoint yet
                 checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
-            with Prefetcher(training, rows, start, stop=spec.training.steps) as ahead:
+            with source.steps(start, spec.training.steps) as ahead:
                 train(session, fed.record(ahead))
             if start == spec.training.steps:  # an earlier attempt died between its last commit and the collection
                 checkpointer.collect_garbage(start)

@@ -36,6 +36,8 @@ class ChatProgram:
                 self._compiled(text)
             return []
         record = json.loads(request)
+        if "record" in record:
+            return [self._prompt(record)]
         answers = [key for key in ANSWERS if key in record]
         return [self._answered(record, key) for key in answers] if answers else [self._rendered(record)]
 
@@ -72,6 +74,13 @@ class ChatProgram:
         if not full.startswith(before):
             raise RefusedError("the chat template writes a prompt otherwise when an answer follows")
         return full, [(len(before), len(full.rstrip()))], False
+
+    def _prompt(self, record: dict[str, Any]) -> Rendered:
+        """The text of a prompt, up to where an answer begins."""
+        prompt = record["prompt"]
+        if isinstance(prompt, str):
+            return prompt, [], True
+        return self._render(prompt, record, prompt=True), [], False
 
     def _render(self, messages: list[Any], record: dict[str, Any], *, prompt: bool = False, marks: bool = False) -> str:
         """The text of `apply_chat_template`. With `marks`, OPEN and CLOSE enclose generated text."""

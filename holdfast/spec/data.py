@@ -110,7 +110,7 @@ class Tokenizer(Section):
 
 
 class Chat(Section):
-    """How conversations become tokens (kind: chat, preferences or unpaired)."""
+    """How conversations become tokens (all kinds but text)."""
 
     template: str | None = Field(
         None,
@@ -196,12 +196,13 @@ class Shuffle(Section):
 class Data(Section):
     """Sources, tokenizer, cleaning, splits and order."""
 
-    kind: Literal["text", "chat", "preferences", "unpaired"] = Field(
+    kind: Literal["text", "chat", "preferences", "unpaired", "prompts"] = Field(
         "text",
         description="`text`: documents. Every token counts in the loss. `chat`: conversations (jsonl with `messages`), "
         "packed whole into samples. Only the tokens of the assistant count. `preferences`: prompts with a chosen and a "
         "rejected answer (jsonl with `prompt`, `chosen`, `rejected`). `unpaired`: prompts with one answer that is "
-        "desirable or not (jsonl with `prompt`, `completion`, `label`). See `training.objective`.",
+        "desirable or not (jsonl with `prompt`, `completion`, `label`). `prompts`: prompts that the model answers "
+        "(jsonl with `prompt` or `messages`, and any further keys for the rewards). See `training.objective`.",
     )
     sources: tuple[Source, ...] = Field(min_length=1, max_length=1000, description="Where the text comes from.")
     tokenizer: Tokenizer = Field(default_factory=Tokenizer, description="How text becomes tokens.")

@@ -104,6 +104,7 @@ ROLES = (
     Role("data.cleaning.filters[]", 1),
     Role("training.objective", 2, in_ranks=True),
     Role("training.schedule.factor", 2, in_ranks=True),
+    Role("training.grpo.rewards[]", 2, in_ranks=True),
     Role("evaluation.load", 1),
     Role("evaluation.metrics[]", 2),
     Role("registration.serve", 1, is_class=True),

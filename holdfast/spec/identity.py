@@ -90,6 +90,12 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
     if objective.is_own:
         own = function_identity("training.objective", objective)
         fields["training"]["objective"] = {"kind": objective.kind, **own}
+    grpo = fields["training"].pop("grpo")  # run ids are older than the field
+    if spec.data.kind == "prompts":
+        named = enumerate(spec.training.grpo.rewards)
+        own_rewards = {n: function_identity(f"training.grpo.rewards.{n}", each) for n, each in named if each.use}
+        grpo["rewards"] = [each | own_rewards.get(n, {}) for n, each in enumerate(grpo["rewards"])]
+        fields["training"]["grpo"] = grpo
     if (factor := spec.training.schedule.factor) is not None:
         fields["training"]["schedule"]["factor"] = function_identity("training.schedule.factor", factor)
     else:

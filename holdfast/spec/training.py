@@ -8,6 +8,7 @@ from typing import Literal, get_args
 from pydantic import Field, model_validator
 
 from holdfast.spec.functions import USE, Function
+from holdfast.spec.rollout import Grpo
 from holdfast.spec.section import Section, plan_field, runtime_field
 
 LOSS_CHUNK = 1024  # tokens
@@ -164,7 +165,7 @@ class LossScale(Section):
     )
 
 
-ObjectiveName = Literal["next_token", "distillation", "dpo", "orpo", "reward", "kto"]
+ObjectiveName = Literal["next_token", "distillation", "dpo", "orpo", "reward", "kto", "grpo"]
 Adapted = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -206,12 +207,13 @@ class ObjectiveChoice(Function):
     [n, vocabulary] and targets [n], and returns a loss for each target. Keys that are no fields are passed to it by
     name. See docs/your-own-code.md."""
 
-    kind: Literal["auto", "next_token", "distillation", "dpo", "orpo", "reward", "kto"] = Field(
+    kind: Literal["auto", "next_token", "distillation", "dpo", "orpo", "reward", "kto", "grpo"] = Field(
         "auto",
         description="A built-in objective. `auto`: next_token for text and chat, dpo for preferences, kto for "
-        "unpaired. `distillation`: the likeliest tokens of a teacher. `dpo`: direct preference optimization. `orpo`: "
-        "the chosen answers and an odds ratio, without a reference model. `reward`: the ranking loss of a reward model "
-        "(`model.head: scalar`). `kto`: single answers with labels (Kahneman-Tversky).",
+        "unpaired, grpo for prompts. `distillation`: the likeliest tokens of a teacher. `dpo`: direct preference "
+        "optimization. `orpo`: the chosen answers and an odds ratio, without a reference model. `reward`: the ranking "
+        "loss of a reward model (`model.head: scalar`). `kto`: single answers with labels (Kahneman-Tversky). `grpo`: "
+        "rewards of the model's own answers.",
     )
     use: str | None = runtime_field(  # type: ignore[assignment]
         None,
@@ -284,6 +286,7 @@ class Training(Section):
     lora: Lora = Field(default_factory=Lora, description="Training of adapters instead of the weights.")
     distillation: Distillation = Field(default_factory=Distillation, description="The teacher of a distillation.")
     preference: Preference = Field(default_factory=Preference, description="How preferences are learned.")
+    grpo: Grpo = Field(default_factory=Grpo, description="How the model learns from rewards of its own answers.")
     gradient_compression: Literal["none", "fp16", "bf16", "powersgd", "topk"] = Field(
         "none",
         description="With `ddp`: compression of the gradients that ranks send. `fp16` and `bf16` send half as many "

@@ -27,6 +27,7 @@ runs/<run-id>/run.json                        the run's metadata: spec, dataset 
                      <first>.<last>.<digest>.jsonl  several of them, folded into one
               audits/000000400-000000450.000007.json  the steps of (from, to] of that attempt, computed again
               logs/rank-00005/<stream>/000002.log  the output of one process of a rank; stream.json describes it
+              rollouts/000000012/00003-<digest>.json  the answers of lot 3 that step 12 is the first to learn from
               export/step-000001200-<state digest>/      Hugging Face layout, and MLflow's additional files
               export/step-000001200-<state digest>.json  the digests of its files; .mlflow.json: of those for MLflow
               result.json                     training finished: the final checkpoint and export
@@ -200,6 +201,16 @@ def rank_log(run_id: str, rank: int | None = None, stream: str = "", name: str =
     """A piece of the output of a rank's process, or the folder of the process, of the rank, or of all ranks."""
     parts = ["" if rank is None else f"rank-{rank:05d}/", f"{stream}/" if stream else "", name]
     return run(run_id, "logs/" + "".join(parts))
+
+
+def rollouts(run_id: str) -> str:
+    """The folder of the generated answers."""
+    return run(run_id, "rollouts/")
+
+
+def rollout(run_id: str, step: int, name: str = "") -> str:
+    """A file of the answers that `step` is the first to learn from, or their folder."""
+    return f"{rollouts(run_id)}{step:09d}/{name}"
 
 
 def export(run_id: str, step: int, state_digest: str, name: str = "") -> str:

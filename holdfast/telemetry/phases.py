@@ -22,6 +22,7 @@ Phase = Literal[
     "build",  # the model is made, sharded and compiled; one dry step
     "restore",  # the state is loaded
     "data",  # waits for the next batch
+    "generate",  # generates answers and their rewards
     "forward",
     "backward",
     "pipeline",  # forward and backward of a pipeline's stages alternately, and the waits for other stages
@@ -36,6 +37,7 @@ PHASES: tuple[Phase, ...] = get_args(Phase)
 _NUMBERS = {phase: number for number, phase in enumerate(PHASES)}
 STEP_PHASES: tuple[Phase, ...] = (
     "data",
+    "generate",
     "forward",
     "backward",
     "pipeline",

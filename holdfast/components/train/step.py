@@ -290,7 +290,10 @@ def _last_loss(store: Store, identity: str, step: int) -> float:
 def _require_evaluation(spec: Spec, dataset: Dataset) -> None:
     """Check before any cost that the model can be evaluated. Raises DataError or MissingError without enough validation
     text or without a task's file."""
-    dataset.validation(spec.model.context, spec.evaluation.max_tokens)
+    if spec.data.kind == "prompts":
+        dataset.prompts("validation")
+    else:
+        dataset.validation(spec.model.context, spec.evaluation.max_tokens)
     require_tasks(spec.evaluation.tasks, spec.model.context)
 
 

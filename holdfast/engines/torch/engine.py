@@ -7,6 +7,7 @@ between layouts is in `accumulation`, `clipping` and `parallelize`.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from types import MappingProxyType
@@ -187,6 +188,41 @@ class TorchEngine:
     def saved(self) -> Sequence[TensorBox]:
         """See Engine."""
         return share_out(self._state())
+
+    @contextmanager
+    def generating(self) -> Iterator[Decoder]:
+        """See Engine. Shards are gathered into a copy of the model."""
+        (decoder,) = self._parts
+        if self._sharded:
+            decoder = self._gathered()
+        narrow, training = NARROW.get(self._spec.training.precision), decoder.training
+        with torch.no_grad(), torch.autocast(self._device.type, narrow, enabled=narrow is not None):
+            yield decoder.eval()
+        decoder.train(training)
+
+    def _gathered(self) -> Decoder:
+        """A copy of the model with whole weights. A collective call."""
+        with torch.device("meta"):
+            (whole,) = self._build_parts(self._spec, self._parts[0].vocabulary)
+        whole.to_empty(device=self._device)
+        whole.reset_buffers()
+        shards = dict(self._parts[0].named_parameters())
+        with torch.no_grad():
+            for name, parameter in whole.named_parameters():
+                shard: Any = shards[name]
+                parameter.copy_(shard.full_tensor() if hasattr(shard, "full_tensor") else shard)
+        return whole
+
+    def losses(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Engine."""
+        batches = list(self._micro.batches(rows))
+        rounds = self._grid().rounds if self._grid is not None and self._sharded else len(batches)
+        losses = []
+        with torch.no_grad():
+            for number in range(rounds):  # shards compute as many rounds on every rank
+                batch = batches[min(number, len(batches) - 1)]
+                losses.append(self._micro.given(batch).losses.float().cpu())
+        return torch.cat(losses[: len(batches)])
 
     def close(self) -> None:
         """See Engine. The torch engine has nothing to remove."""

@@ -40,6 +40,7 @@ from holdfast.spec.rules.data import (
     check_tokenized,
     check_tokenizer,
 )
+from holdfast.spec.rules.grpo import check_grpo
 from holdfast.spec.rules.model import (
     check_attention_kernel,
     check_experts,
@@ -122,6 +123,7 @@ RULES: tuple[Rule, ...] = (
     check_warmup,
     check_adapters,
     check_preferences,
+    check_grpo,
     check_own_objective,
     check_learning_rate_scaling,
     check_compression,

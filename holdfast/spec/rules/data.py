@@ -75,12 +75,14 @@ def check_chat(spec: Spec) -> Iterator[Problem]:
                 "data.chat.template",
                 data.chat.template,
                 "is not used by data.kind: text",
-                "remove it, or use kind: chat, preferences or unpaired",
+                "remove it, or use another kind",
             )
         return
-    keys = {"chat": "`messages`", "preferences": "`prompt`, `chosen` and `rejected`"}.get(
-        data.kind, "`prompt`, `completion` and `label`"
-    )
+    keys = {
+        "chat": "`messages`",
+        "preferences": "`prompt`, `chosen` and `rejected`",
+        "unpaired": "`prompt`, `completion` and `label`",
+    }.get(data.kind, "`prompt` or `messages`")
     if data.tokenizer.kind != "file":
         yield Problem(
             "data.tokenizer.kind",

@@ -15,6 +15,7 @@ OBJECTIVES: Mapping[str, tuple[ObjectiveName, ...]] = {
     "chat": ("next_token", "distillation"),
     "preferences": ("dpo", "orpo", "reward"),
     "unpaired": ("kto",),
+    "prompts": ("grpo",),
 }
 
 
@@ -62,13 +63,13 @@ def check_preferences(spec: Spec) -> Iterator[Problem]:
                 f"remove it, or use training.objective: {needed}",
             )
     yield from _check_distillation(spec, used)
-    if kind not in ("preferences", "unpaired"):
+    if kind not in ("preferences", "unpaired", "prompts"):
         return
-    if spec.model.init_from is None and used not in ("orpo", "reward"):
+    if spec.model.init_from is None and used not in ("orpo", "reward", "grpo"):
         yield Problem(
             "model.init_from", None, "is missing, and preferences are measured against those weights", "name them"
         )
-    yield from _of_torch(spec, "does not support preferences", "another data.kind")
+    yield from _of_torch(spec, f"does not support {kind}", "another data.kind")
 
 
 NF4_BLOCK = 64  # as in holdfast.model.nf4

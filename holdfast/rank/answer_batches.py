@@ -1,0 +1,273 @@
+"""Batches of answers for the training loop: generated with the current weights, or replayed from the store.
+
+Ranks take whole lots. A lot whose record is in the store is replayed, so a resumed run learns from the same answers.
+The first such lot of an attempt is also generated again: other tokens mean that something is not deterministic. Then
+every rank gets all records, and computes the rows that it learns from.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from holdfast.checkpoint import StateDigest, digest_of
+from holdfast.collectives import Gang
+from holdfast.corpus.encode import load_tokenizer
+from holdfast.dataset import Dataset, Rows
+from holdfast.dataset.prompts import Prompt, prompt_numbers
+from holdfast.engines.assignment import Assignment
+from holdfast.engines.interface import Engine
+from holdfast.launch.device import device_name, local_device
+from holdfast.model.decoder import Decoder
+from holdfast.rewards.process import RewardProcess
+from holdfast.rollouts.advantages import has_signal, rows_of, scored_rows
+from holdfast.rollouts.generation import LENGTH, Generated, Sampling, generate_lot
+from holdfast.rollouts.records import Answer, LotRecord, Unit, find_record, parse_record, record_key
+from holdfast.spec.errors import DataError, MissingError, WrongArithmeticError
+from holdfast.store import Store, layout
+from holdfast.telemetry import phases
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+GENERATOR_VERSION = 1  # raised when the same weights and prompts would give other tokens
+OPTIMIZER = "optimizer."  # prefix of the boxes that are no weights
+POLICY = "grpo.policy."  # scalars with parts of the digest of the weights that generated the current answers
+PARTS = 4
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """The answers of some steps, on every rank."""
+
+    policy: str  # digest of the weights that generated them
+    words: Tensor  # [answers, width], see `rows_of`
+    advantages: Tensor
+    logprobs: Tensor | None  # before the first update on them; None if there is only one
+    metrics: dict[str, float]
+
+
+class AnswerBatches:
+    """The rows of each step under the objective grpo. All methods are collective calls."""
+
+    def __init__(
+        self, spec: Assignment, dataset: Dataset, gang: Gang, engine: Engine, store: Store, rewards: RewardProcess
+    ) -> None:
+        """Raises DataError without prompts, or if one is too long."""
+        self._spec, self._gang, self._engine, self._store, self._rewards = spec, gang, engine, store, rewards
+        self._settings = spec.training.grpo
+        self._prompts, self._end = dataset.prompts(), dataset.end_of_text
+        self._tokenizer: Tokenizer = load_tokenizer(dataset.tokenizer_json())
+        self._count = spec.training.global_batch // self._settings.group  # prompts of a batch
+        self._batch: _Batch | None = None
+        self._verified = False
+        length, number = self._prompts.longest()
+        if length + self._settings.answer_tokens > spec.model.context + 1:
+            raise DataError(
+                f"dataset {dataset.dataset_id}: prompt {number} has {length} tokens, and with "
+                f"training.grpo.answer_tokens = {self._settings.answer_tokens} it exceeds model.context = "
+                f"{spec.model.context}; raise model.context, lower answer_tokens, or remove the prompt"
+            )
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics of the answers of the current step, by name."""
+        return {} if self._batch is None else self._batch.metrics
+
+    def scalars(self) -> dict[str, int]:
+        """The scalars of the state that name the current answers. Empty if each step has new ones."""
+        if self._settings.updates == 1 or self._batch is None:
+            return {}
+        policy = self._batch.policy
+        return {f"{POLICY}{part}": int(policy[8 * part : 8 * part + 8], 16) for part in range(PARTS)}
+
+    def adopt(self, start: int, scalars: Mapping[str, float | int], rows: Rows) -> None:
+        """Load the answers of a state after `start` steps, if it was saved between two updates on them. Raises
+        MissingError if their records are gone."""
+        if start % self._settings.updates == 0:
+            return
+        policy = "".join(f"{int(scalars[f'{POLICY}{part}']):08x}" for part in range(PARTS))
+        self._batch = self._load(start, policy, rows, generates=False)
+
+    def steps(self, start: int, stop: int, rows: Rows) -> Iterator[tuple[int, NDArray[np.int64]]]:
+        """(step, this rank's rows of its batch) for each step from `start`: int64 [rows, width, 2]. The next item is
+        computed when it is taken, with the weights of that moment."""
+        for step in range(start, stop):
+            if self._batch is None or step % self._settings.updates == 0:
+                self._batch = self._load(step, self._policy(), rows, generates=True)
+            batch = self._batch
+            scored = scored_rows(batch.words, batch.advantages, batch.logprobs)
+            yield step, scored[self._own(rows)].numpy()
+
+    def where(self, step: int) -> str:
+        """A description of the prompts of a step."""
+        numbers = ", ".join(str(prompt.number) for prompt in self._prompts_of(step))
+        return f"answers to the prompts {numbers}; see `holdfast rollouts`"
+
+    def _own(self, rows: Rows) -> slice | NDArray[np.int64]:
+        return rows(self._spec.training.global_batch) if callable(rows) else rows
+
+    def _prompts_of(self, step: int) -> list[Prompt]:
+        first = step // self._settings.updates * self._count
+        numbers = prompt_numbers(len(self._prompts), self._spec.training.seed, first, self._count)
+        return [self._prompts[number] for number in numbers.tolist()]
+
+    def _policy(self) -> str:
+        """The digest of the weights, without the optimizer's state."""
+        own = digest_of(box for box in self._engine.saved() if not box.name.startswith(OPTIMIZER))
+        return str(sum(self._gang.all_gather(own, StateDigest), StateDigest()))
+
+    def _load(self, step: int, policy: str, rows: Rows, *, generates: bool) -> _Batch:
+        """The answers for the step `step`, whose weights have the digest `policy` if they may be generated."""
+        phases.enter("generate", step)
+        prompts, size = self._prompts_of(step), self._settings.lot
+        lots = range(-(-len(prompts) // size))
+        with self._engine.generating() if generates else nullcontext() as decoder:
+            own = [
+                self._lot(step, lot, policy, prompts[lot * size : (lot + 1) * size], decoder)
+                for lot in lots[self._gang.rank :: self._gang.size]
+            ]
+        gathered = self._gang.all_gather([record.dump().decode() for record in own], list[str])
+        records = [parse_record(text, "another rank's record") for texts in gathered for text in texts]
+        units = [unit for record in sorted(records, key=lambda record: record.lot) for unit in record.units]
+        words, advantages = rows_of(
+            units,
+            [prompt.tokens for prompt in prompts],
+            self._settings.scale_rewards,
+            self._spec.model.context,
+            self._end,
+        )
+        logprobs = None
+        if self._settings.updates > 1:
+            logprobs = self._logprobs(step, policy, words, rows, computes=generates)
+        phases.enter("data", step)
+        return _Batch(policy, words, advantages, logprobs, self._metrics_of(units))
+
+    def _lot(self, step: int, lot: int, policy: str, prompts: Sequence[Prompt], decoder: Decoder | None) -> LotRecord:
+        """The record of a lot: the one in the store, or a new one. Without a `decoder` it must exist."""
+        first_step = step - step % self._settings.updates + 1
+        first = step // self._settings.updates * self._count + lot * self._settings.lot
+        places = range(first, first + len(prompts))
+        key = record_key(self._spec.run_id, first_step, lot, policy, self._generator(places))
+        found = find_record(self._store, key)
+        if found is None and decoder is None:
+            raise MissingError(
+                f"{self._store.url}/{key}: the answers that step {step + 1} learns from are gone; continue from a "
+                f"checkpoint at a multiple of training.grpo.updates = {self._settings.updates}"
+            )
+        if decoder is None or (found is not None and self._verified):
+            assert found is not None
+            return found
+        generated = self._generated(decoder, prompts, places)
+        if found is None:
+            made = LotRecord(
+                step=first_step,
+                lot=lot,
+                policy=policy,
+                units=[
+                    self._unit(prompt, place, answers)
+                    for prompt, place, answers in zip(prompts, places, generated, strict=True)
+                ],
+            )
+            if self._store.put_if_absent(key, made.dump()) or (found := find_record(self._store, key)) is None:
+                return made
+        self._verified = True
+        if found.tokens != [[answer.tokens for answer in answers] for answers in generated]:
+            raise WrongArithmeticError(
+                f"{self._store.url}/{key}: holds other answers than this rank generates with the same weights and "
+                f"seed at step {step + 1}; one of the two machines computes wrong, or runs other libraries"
+            )
+        return found
+
+    def _generated(self, decoder: Decoder, prompts: Sequence[Prompt], places: Sequence[int]) -> list[list[Generated]]:
+        settings = self._settings
+        sampling = Sampling(
+            settings.group, settings.answer_tokens, settings.temperature, self._spec.training.seed, self._end
+        )
+        return generate_lot(decoder, [prompt.tokens for prompt in prompts], places, sampling)
+
+    def _generator(self, places: range) -> dict[str, Any]:
+        """What determines the tokens of a lot in addition to the weights and the identity of the run."""
+        return {
+            "version": GENERATOR_VERSION,
+            "places": [places.start, len(places)],
+            "torch": torch.__version__,
+            "device": device_name(local_device(self._spec.accelerator)),
+            "threads": self._spec.parallel.threads,
+        }
+
+    def _unit(self, prompt: Prompt, place: int, answers: Sequence[Generated]) -> Unit:
+        """The rewards of the answers to one prompt."""
+        scored = []
+        for answer in answers:
+            ids = answer.tokens[:-1] if answer.tokens[-1] == self._end else answer.tokens
+            rewards = self._rewards.score(prompt.record, self._tokenizer.decode(ids, skip_special_tokens=False))
+            scored.append(
+                Answer(
+                    tokens=answer.tokens,
+                    ending="length" if answer.ending == LENGTH else "stop",
+                    entropy=answer.entropy,
+                    rewards=rewards.values,
+                    errors=rewards.errors,
+                    reward=rewards.total(self._settings.rewards),
+                )
+            )
+        return Unit(prompt=prompt.number, place=place, answers=scored)
+
+    def _logprobs(self, step: int, policy: str, words: Tensor, rows: Rows, *, computes: bool) -> Tensor:
+        """The log-probabilities of the answers before the first update on them: fp32, like `words`. They are recorded
+        before a gradient reads them."""
+        first_step = step - step % self._settings.updates + 1
+        key = layout.rollout(self._spec.run_id, first_step, f"logprobs-{policy[:24]}.fp32")
+        found = self._gang.from_rank_0(lambda: self._stored(key), str | None)
+        if found is None and computes:
+            own = np.arange(len(words))[self._own(rows)]
+            losses = self._engine.losses(words[own])
+            encoded = base64.b64encode(losses.numpy().astype("<f4").tobytes()).decode()
+            parts = self._gang.all_gather((own.tolist(), encoded), tuple[list[int], str])
+            whole = np.zeros((len(words), words.shape[1] - 1), "<f4")
+            for numbers, text in parts:
+                whole[numbers] = np.frombuffer(base64.b64decode(text), "<f4").reshape(len(numbers), -1)
+            raw = whole.tobytes()
+            self._gang.from_rank_0(lambda: self._store.put_if_absent(key, raw), bool)
+            found = self._gang.from_rank_0(lambda: self._stored(key), str | None)
+        if found is None:
+            raise MissingError(
+                f"{self._store.url}/{key}: is gone; continue from a checkpoint at a multiple of training.grpo.updates"
+            )
+        losses = torch.from_numpy(np.frombuffer(base64.b64decode(found), "<f4").copy())
+        logprobs = torch.zeros(words.shape)
+        logprobs[:, 1:] = -losses.view(len(words), -1)
+        return logprobs
+
+    def _stored(self, key: str) -> str | None:
+        if self._store.stat(key) is None:
+            return None
+        return base64.b64encode(self._store.get(key)).decode()
+
+    def _metrics_of(self, units: Sequence[Unit]) -> dict[str, float]:
+        answers = [answer for unit in units for answer in unit.answers]
+
+        def mean(values: Sequence[float]) -> float:
+            return sum(values) / len(values)
+
+        metrics = {
+            "reward": mean([answer.reward for answer in answers]),
+            "answer_tokens": mean([len(answer.tokens) for answer in answers]),
+            "entropy": mean([answer.entropy for answer in answers]),
+            "truncated_share": mean([answer.ending == LENGTH for answer in answers]),
+            "no_signal_share": mean([not has_signal(unit) for unit in units]),
+            "reward_failures": float(sum(bool(error) for answer in answers for error in answer.errors)),
+        }
+        if len(rewards := self._settings.rewards) > 1:
+            for number, reward in enumerate(rewards):
+                metrics[f"reward.{number}.{reward.title}"] = mean([answer.rewards[number] for answer in answers])
+        return metrics

@@ -1,0 +1,150 @@
+"""Caller's side of the child process that computes rewards.
+
+An answer costs at most the time and memory of its reward. A child over a limit is killed with all of its processes,
+and the next request starts another one. The answer gets `on_failure`, and the cause is recorded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from holdfast.rendering.process import VARIABLES
+from holdfast.runtime.logs import log
+from holdfast.spec.errors import UserCodeError
+from holdfast.spec.rollout import Reward
+
+START_SECONDS = 120.0
+MAX_REPLY = 2**20  # bytes
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The rewards of one answer, in the order of the spec."""
+
+    values: list[float]
+    errors: list[str]  # why a value is that of `on_failure`; empty if it is not
+
+    def total(self, rewards: Sequence[Reward]) -> float:
+        """The weighted sum of the values."""
+        return sum(reward.weight * value for reward, value in zip(rewards, self.values, strict=True))
+
+
+class RewardProcess:
+    """Computes the rewards of answers in a child process. Use it as a context manager."""
+
+    def __init__(self, rewards: Sequence[Reward], code: str = "") -> None:
+        """`code` is the folder of the bundle with the functions of user code."""
+        self._rewards, self._code = rewards, code
+        self._child: _Child | None = None
+
+    def score(self, record: dict[str, Any], answer: str) -> Scored:
+        """All rewards of one answer. Raises UserCodeError if the child process does not start."""
+        values, errors = [], []
+        for number, reward in enumerate(self._rewards):
+            value, error = self._score(number, reward, record, answer)
+            values.append(value)
+            errors.append(error)
+        return Scored(values, errors)
+
+    def close(self) -> None:
+        """End the child process."""
+        if self._child is not None:
+            self._child.end()
+            self._child = None
+
+    def __enter__(self) -> RewardProcess:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _score(self, number: int, reward: Reward, record: dict[str, Any], answer: str) -> tuple[float, str]:
+        if self._child is None:
+            self._child = _Child(self._rewards, self._code)
+        reply = self._child.ask({"reward": number, "record": record, "answer": answer}, reward.timeout_seconds)
+        if isinstance(reply, str):
+            self.close()
+            return reward.on_failure, reply
+        if "error" in reply:
+            return reward.on_failure, str(reply["error"])
+        return float(reply["value"]), ""
+
+
+class _Child:
+    """One child process in a session and a folder of its own."""
+
+    def __init__(self, rewards: Sequence[Reward], code: str) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="holdfast-rewards-", ignore_cleanup_errors=True)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "holdfast.rewards.worker"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=self._folder.name,
+            start_new_session=True,
+            env={name: os.environ[name] for name in VARIABLES if name in os.environ} | {"OMP_NUM_THREADS": "1"},
+        )
+        setup = {"rewards": [reward.model_dump(mode="json") for reward in rewards], "code": code}
+        hello = self.ask(setup, START_SECONDS)
+        if isinstance(hello, str):
+            self.end()
+            raise UserCodeError(
+                f"training.grpo.rewards: the process that computes them does not start: {hello}; look at its error "
+                "above, raise memory_mib, or correct the file of the reward"
+            )
+        if not hello["isolated"]:
+            log.warning("this system does not let rewards run without a network: they can reach it")
+
+    def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | str:
+        """The reply, or why there is none."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the missing reply shows it
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        line = self._line(seconds)
+        if line is None:
+            return f"took more than {seconds:g} s"
+        if not line.endswith(b"\n"):
+            code = self._process.wait()
+            return f"ended its process (code {code}); it may need more than memory_mib"
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def end(self) -> None:
+        """Kill the child and every process that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout):
+            assert stream is not None
+            with contextlib.suppress(OSError):
+                stream.close()
+        self._folder.cleanup()
+
+    def _line(self, seconds: float) -> bytes | None:
+        """The next line. None if it does not come in time. Without a line break if the child ended."""
+        assert self._process.stdout is not None
+        descriptor, deadline, line = self._process.stdout.fileno(), time.monotonic() + seconds, b""
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            while not line.endswith(b"\n") and len(line) < MAX_REPLY:
+                if not selector.select(max(0.0, deadline - time.monotonic())):
+                    return None
+                part = os.read(descriptor, 2**16)
+                if not part:
+                    break
+                line += part
+        return line

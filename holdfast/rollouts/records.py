@@ -1,0 +1,107 @@
+"""Records of generated answers in the store: one object for each lot of a batch of answers.
+
+A record is created before a gradient reads it, and never replaced. Its key has the digest of the weights that generated
+it and of everything else that determines its tokens, so a resumed run finds its own answers and no others. Rewards of
+a found record are used as they are, because a reward may have timed out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from blake3 import blake3
+from pydantic import BaseModel, ConfigDict, Field
+
+from holdfast.spec.errors import MissingError
+from holdfast.spec.json_parsing import parse_json
+from holdfast.store import Store, layout
+from holdfast.store.json_reading import read_bounded
+
+MAX_BYTES = 64 * 2**20  # of a record
+REMEDY = "delete it, and the run generates these answers again"
+
+
+class Entry(BaseModel):
+    """A part of a record: strict and frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Answer(Entry):
+    """One answer of the model."""
+
+    tokens: list[int] = Field(min_length=1)
+    ending: Literal["stop", "length"]
+    entropy: float  # mean over its tokens, in nats
+    rewards: list[float]  # in the order of the spec
+    errors: list[str]  # why a reward is that of `on_failure`; empty if it is not
+    reward: float  # the weighted sum
+
+
+class Unit(Entry):
+    """The answers to one prompt."""
+
+    prompt: int  # its number in the training split
+    place: int  # in the training sequence, which repeats prompts
+    answers: list[Answer] = Field(min_length=1)
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        """The tokens of each answer."""
+        return [answer.tokens for answer in self.answers]
+
+
+class LotRecord(Entry):
+    """The units of a lot."""
+
+    format_version: Literal[1] = 1
+    step: int  # the first step that learns from them, from 1
+    lot: int
+    policy: str  # digest of the weights
+    units: list[Unit] = Field(min_length=1)
+
+    def dump(self) -> bytes:
+        """The bytes of the record. The same record always gives the same bytes."""
+        return json.dumps(self.model_dump(), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+    @property
+    def tokens(self) -> list[list[list[int]]]:
+        """The tokens of each answer to each prompt."""
+        return [unit.tokens for unit in self.units]
+
+
+def parse_record(raw: bytes | str, source: str) -> LotRecord:
+    """Parse a record. Raises DataError, naming `source`."""
+    return parse_json(raw, LotRecord, source, REMEDY)
+
+
+def record_key(run_id: str, step: int, lot: int, policy: str, generator: Mapping[str, Any]) -> str:
+    """The key of a lot. `generator` is what else determines its tokens."""
+    decisive = json.dumps([policy, generator], sort_keys=True, separators=(",", ":"))
+    return layout.rollout(run_id, step, f"{lot:05d}-{blake3(decisive.encode()).hexdigest()[:24]}.json")
+
+
+def find_record(store: Store, key: str) -> LotRecord | None:
+    """The record, or None if it does not exist. Raises DataError for a damaged one."""
+    try:
+        raw = read_bounded(store, key, MAX_BYTES)
+    except MissingError:
+        return None
+    return parse_record(raw, f"{store.url}/{key}")
+
+
+def records_of_step(store: Store, run_id: str, step: int) -> Iterator[LotRecord]:
+    """The records of a batch of answers, by lot. After a changed plan there may be several for a lot: those of the
+    weights that generated most recently come last."""
+    infos = list(store.list(layout.rollout(run_id, step)))
+    for info in sorted(infos, key=lambda info: (info.key.rpartition("/")[2][:5], info.modified)):
+        if info.key.endswith(".json") and (record := find_record(store, info.key)) is not None:
+            yield record
+
+
+def recorded_steps(store: Store, run_id: str) -> list[int]:
+    """The steps that have records, in order."""
+    prefix = layout.rollouts(run_id)
+    return sorted(int(name) for name in store.folders(prefix) if name.isdecimal())

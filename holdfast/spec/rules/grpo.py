@@ -1,0 +1,69 @@
+"""Rules of the objective grpo: what it needs, and what it does not support."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.spec.errors import Problem
+from holdfast.spec.tree import Spec
+
+
+def check_grpo(spec: Spec) -> Iterator[Problem]:
+    """Prompts have rewards, whole groups of answers, and room for an answer. No field of `training.grpo` is set for
+    other data."""
+    settings, training = spec.training.grpo, spec.training
+    if spec.data.kind != "prompts":
+        for name, default in type(settings).model_fields.items():
+            if (value := getattr(settings, name)) != default.default:
+                shown = None if name == "rewards" else value
+                remedy = "remove it, or use data.kind: prompts"
+                yield Problem(f"training.grpo.{name}", shown, f"is not used by data.kind: {spec.data.kind}", remedy)
+        return
+    if not settings.rewards:
+        remedy = "name a reward, such as exact or mine.py:reward"
+        yield Problem("training.grpo.rewards", None, "are missing, and answers are learned from them", remedy)
+    for number, reward in enumerate(settings.rewards):
+        field = f"training.grpo.rewards.{number}"
+        if reward.kind == "own" and not reward.use:
+            yield Problem(f"{field}.use", None, "is missing", "name a function, or another `kind` of reward")
+        if reward.kind != "own" and reward.use:
+            yield Problem(f"{field}.kind", reward.kind, "is not used with a function", "remove `kind`, or `use`")
+        if reward.use and reward.field:
+            yield Problem(f"{field}.field", reward.field, "is not used by a function", "remove it")
+    if training.global_batch % settings.group:
+        remedy = f"use a multiple of {settings.group}, or change training.grpo.group"
+        problem = f"answers are not whole groups of training.grpo.group = {settings.group}"
+        yield Problem("training.global_batch", training.global_batch, problem, remedy)
+    if settings.answer_tokens >= spec.model.context + 1:
+        remedy = f"use less than {spec.model.context}, or raise model.context"
+        yield Problem("training.grpo.answer_tokens", settings.answer_tokens, "leave no room for a prompt", remedy)
+    if settings.kl_weight and spec.model.init_from is None:
+        remedy = "name weights, or use training.grpo.kl_weight: 0"
+        yield Problem("model.init_from", None, "is missing, and the divergence is measured from it", remedy)
+    yield from _unsupported(spec)
+
+
+def _unsupported(spec: Spec) -> Iterator[Problem]:
+    training, why = spec.training, "is not supported with data.kind: prompts"
+    fields = (
+        ("training.determinism", training.determinism, training.determinism == "off", "use exact or elastic"),
+        ("training.precision", training.precision, training.precision == "fp8", "use bf16"),
+        ("training.compile", training.compile, training.compile, "use false"),
+        ("training.anomalies.action", "rewind", training.anomalies.action == "rewind", "use skip or stop"),
+        ("training.micro_batch", "auto", training.auto_micro_batch, "write a number"),
+        ("parallel.auto", True, spec.parallel.auto, "give the layout yourself"),
+        ("training.batch_ramp.start", training.batch_ramp.start, training.batch_ramp.start is not None, "remove it"),
+        ("data.shuffle.kind", spec.data.shuffle.kind, spec.data.shuffle.kind != "global", "use global"),
+        ("model.head", spec.model.head, spec.model.head == "scalar", "use tokens"),
+        ("training.lora.base", "nf4", training.lora.base == "nf4" and spec.parallel.strategy == "fsdp", "use bf16"),
+    )
+    for field, value, refused, remedy in fields:
+        if refused:
+            yield Problem(field, value, why, remedy)
+    for number, source in enumerate(spec.data.sources):
+        if source.format not in ("auto", "jsonl"):
+            yield Problem(f"data.sources.{number}.format", source.format, why, "use jsonl")
+        if source.fields is not None:
+            yield Problem(f"data.sources.{number}.fields", None, why, "write `prompt` or `messages` in each record")
+        if source.weight is not None:
+            yield Problem(f"data.sources.{number}.weight", source.weight, why, "remove it")
