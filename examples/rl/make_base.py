@@ -1,7 +1,8 @@
-"""A model that gets a third of two-digit sums right, and prompts to learn the rest from: `python examples/rl/make_base.py`.
+"""A model that gets a third of two-digit sums right, and prompts to learn the rest from.
 
-It teaches a model of about one million parameters sums in a plain loop, and stops as soon as a third of its sampled
-answers are right. It writes the model in the Hugging Face layout and the prompts into examples/rl/.
+`python examples/rl/make_base.py` teaches a model of about one million parameters sums in a plain loop, and stops as
+soon as a third of its sampled answers are right. It writes the model in the Hugging Face layout and the prompts into
+examples/rl/.
 """
 
 from __future__ import annotations

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from holdfast.pipelines.backends.progress import Reached
     from holdfast.pipelines.fork import ForkedRun
     from holdfast.pipelines.view.catalog import RunRecord
+    from holdfast.pipelines.view.rollouts import Rollouts
     from holdfast.scoring.comparison import Comparison
     from holdfast.scoring.verdict import Verdict
     from holdfast.telemetry.cost import Cost
@@ -257,6 +258,14 @@ class Run:
             if segments := newest_segments(self._store, record.run_id):
                 spec = with_micro_batch(spec, int(segments[-1].plan.settings["training.micro_batch"] or 1))
         return batch_of(self._store, spec, record.dataset_id, step, micro_batch)
+
+    def rollouts(self, step: int | None = None) -> Rollouts:
+        """The answers that a step learned from, of `training.objective: grpo`. Default: the newest ones. Raises
+        MissingError if there are none."""
+        from holdfast.pipelines.view.rollouts import rollouts_of
+
+        record = self.record()
+        return rollouts_of(self._store, trained_spec(self._store, record), record.run_id, record.dataset_id, step)
 
     def fork(self, step: int, overrides: Sequence[str] = ()) -> ForkedRun:
         """Create a new run that starts from a checkpoint of this one."""

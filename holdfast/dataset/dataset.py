@@ -231,10 +231,13 @@ class Dataset:
     ) -> Iterator[NDArray[np.int64]]:
         """Held-out text in order: int64 [n <= rows, context + 1], with at most `max_tokens` targets in total, but at
         least one sample. Sources share them by size. Every call gives the same tokens. Of preferences, the chosen
-        answers count, and of unpaired answers the desirable ones, unless `every_answer` counts.
+        answers count, and of unpaired answers the desirable ones, unless `every_answer` counts. Of prompts, each row is
+        one, without its record.
 
         Raises DataError if there is not a single sample.
         """
+        if self.kind == "prompts":
+            return self._prompt_rows(context, max_tokens)
         self._packed_to(context)
         streams = self._streams["validation"]
         counts = [stream.samples(context) for stream in streams]
@@ -252,6 +255,16 @@ class Dataset:
         samples = self._validation(streams, np.diff(bounds).tolist(), context, rows)
         select = {"preferences": only_chosen, "unpaired": only_desirable}.get(self.kind)
         return samples if select is None or every_answer else map(select, samples)
+
+    def _prompt_rows(self, context: int, max_tokens: int) -> Iterator[NDArray[np.int64]]:
+        prompts, tokens = self.prompts("validation"), 0
+        for number in range(len(prompts)):
+            row = np.array(prompts[number].tokens[: context + 1], np.int64)
+            if tokens and tokens + len(row) - 1 > max_tokens:
+                return
+            if len(row) > 1:
+                tokens += len(row) - 1
+                yield row[None]
 
     def validation_documents(self) -> Iterator[Tokens]:
         """The held-out text documents in order, source by source, without their end-of-text tokens."""

@@ -23,7 +23,7 @@ from holdfast.store.json_reading import read_json_object
 from holdfast.telemetry import Event, Row, read_history
 from holdfast.telemetry.cost import Cost, cost
 from holdfast.telemetry.events import AttemptBegan, Progress
-from holdfast.telemetry.history import PHASE_SECONDS
+from holdfast.telemetry.history import OBJECTIVE, PHASE_SECONDS
 from holdfast.telemetry.ledger import CLASSES, Class, Ledger, ledger
 from holdfast.telemetry.phases import STEP_PHASES
 
@@ -90,6 +90,7 @@ def draw_training(
         Chart("Learning rate", [Series("rate", rate, "third")], height=190, from_zero=True),
         Chart("Throughput, tokens a second", [Series("tokens/s", speed, "fourth")], height=190, from_zero=True),
     ]
+    charts += _answer_charts(rows)
     if used:
         charts.append(Chart("MFU, percent", [Series("MFU", used, "second")], height=190, from_zero=True))
     charts += [_where_time_goes(rows), *accelerator_charts(events)]
@@ -125,6 +126,25 @@ def draw_training(
         again=again,
         written="" if again is None or now is None else time.strftime("%H:%M:%S UTC", time.gmtime(now)),
     )
+
+
+def _answer_charts(rows: Sequence[Row]) -> list[Chart]:
+    """The curves of a run that learns from its own answers. None of another run."""
+    titles = {
+        "reward": "Reward of an answer",
+        "answer_tokens": "Length of an answer, tokens",
+        "kl": "Divergence from the reference model, nats a token",
+        "entropy": "Entropy of a sampled token, nats",
+        "no_signal_share": "Groups whose answers have one reward, share",
+    }
+    found = {name: points(rows, f"{OBJECTIVE}{name}") for name in titles}
+    if not found["reward"]:
+        return []
+    return [
+        Chart(titles[name], [Series(name, values, colour)], height=190, from_zero=True)
+        for (name, values), colour in zip(found.items(), ("first", "second", "third", "fourth", "second"), strict=True)
+        if values
+    ]
 
 
 def _with_newest(history: Sequence[Row], events: Sequence[Event]) -> list[Row]:

@@ -68,6 +68,9 @@ class Measured(OwnFigures):
     tokens: int  # targets scored
     text_bytes: int  # UTF-8 bytes of the scored text
     reward_accuracy: float | None = None  # of a reward model: the share of pairs in the right order
+    pass_at_1: float | None = None  # of prompts: the share of sampled answers that solve theirs
+    pass_at_k: float | None = None  # the share of prompts that one of the k answers solves
+    mean_reward: float | None = None  # of the answers
     tasks: tuple[TaskScore, ...] = ()
 
     @property
@@ -150,6 +153,9 @@ def settings_key(spec: Spec) -> str:
     for name in ("metrics", "command", "load"):
         if not settings[name]:
             del settings[name]  # keys are older than the field
+    if spec.data.kind != "prompts":  # the same
+        for name in ("max_prompts", "answers", "solved_reward", "min_pass_at_1", "min_pass_at_k"):
+            del settings[name]
     for metric in settings.get("metrics", ()):
         if metric["name"] is None:
             del metric["name"]

@@ -84,6 +84,19 @@ class Evaluation(Section):
         description="With `train.script`: a function of the folder of an export that returns the model for `metrics`.",
         json_schema_extra={"role": "neither"},
     )
+    max_prompts: int = runtime_field(256, "With data.kind: prompts: maximum number of held-out prompts to answer.", ge=1)
+    answers: int = runtime_field(
+        1, "With data.kind: prompts: sampled answers to each prompt, the k of pass@k.", ge=1, le=1024
+    )
+    solved_reward: float = runtime_field(
+        1.0, "With data.kind: prompts: an answer with at least this reward solves its prompt."
+    )
+    min_pass_at_1: float | None = runtime_field(
+        None, "Bless only if at least this share of the answers solve their prompt.", ge=0, le=1
+    )
+    min_pass_at_k: float | None = runtime_field(
+        None, "Bless only if at least this share of the prompts is solved by one of `answers`.", ge=0, le=1
+    )
     metrics: tuple[Metric, ...] = runtime_field((), "Metrics of your own.", max_length=16)
     versus_champion: Literal["not_worse", "better", "ignore"] = runtime_field(
         "not_worse", "Required comparison with the champion on the same held-out data, in bits per byte."

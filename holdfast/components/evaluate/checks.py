@@ -50,6 +50,14 @@ def _of_text(settings: Evaluation, measured: Measured, champion: Opponent | None
                 f"{description.capitalize()} {value:.4f} is {'below' if passed else 'not below'} the bound {bound:g}."
             )
             yield Check(name=name, value=value, bound=bound, passed=passed, sentence=sentence)
+    for name, description, share, bound in (
+        ("min_pass_at_1", "pass@1", measured.pass_at_1, settings.min_pass_at_1),
+        ("min_pass_at_k", f"pass@{settings.answers}", measured.pass_at_k, settings.min_pass_at_k),
+    ):
+        if bound is not None and share is not None:
+            passed = share >= bound
+            sentence = f"{description} {share:.4f} {'reaches' if passed else 'does not reach'} the bound {bound:g}."
+            yield Check(name=name, value=share, bound=bound, passed=passed, sentence=sentence)
     for task, score in zip(settings.tasks, measured.tasks, strict=True):
         yield from _of_task(task, score, champion)
 

@@ -66,6 +66,11 @@ def _tiles(verdict: Verdict, result: dict[str, Any], history: Sequence[Row]) -> 
         ("Held-out loss", f"{verdict.metrics['loss']:.4f}", "nats a token") if is_text else None,
         ("Perplexity", f"{verdict.metrics['perplexity']:.4g}", "exp of the loss") if is_text else None,
         ("Bits per byte", f"{verdict.metrics['bits_per_byte']:.4f}", "of UTF-8 text") if is_text else None,
+        *(
+            (f"pass@{k}", f"{verdict.metrics[name]:.1%}", "of the held-out prompts")
+            for name, k in (("pass_at_1", "1"), ("pass_at_k", str(verdict.settings.answers)))
+            if name in verdict.metrics
+        ),
         ("Parameters", number(result["parameters"]), "trained") if result.get("parameters") else None,
         ("Tokens", number(result["tokens"]), f"in {verdict.step:,} steps") if result.get("tokens") else None,
         ("Throughput", number(statistics.median(speeds)), "tokens a second, median") if speeds else None,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
 
-from holdfast.code.resolve import enter_code
+from holdfast.code.resolve import enter_code, entered_folder
 from holdfast.components.evaluate.checks import checks, decide
 from holdfast.components.evaluate.report import draw
 from holdfast.dataset import Dataset
@@ -22,6 +22,7 @@ from holdfast.model.exported import require_intact
 from holdfast.model.generate import generate
 from holdfast.runtime.environment import cache_dir
 from holdfast.scoring import key_against, reached_against, settings_key
+from holdfast.scoring.answers import score_answers
 from holdfast.scoring.device import scoring_devices
 from holdfast.scoring.models import ExportedModel, score_champion, score_model
 from holdfast.scoring.own import score_export
@@ -80,7 +81,7 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
         _mirror(spec, existing, store)  # its writer may have died before this
         return existing
 
-    if spec.evaluation.metrics or spec.evaluation.command:
+    if spec.evaluation.metrics or spec.evaluation.command or any(each.use for each in spec.training.grpo.rewards):
         enter_code(store, spec.code)
     scorer = _TextScorer(spec, store, trained, tasks) if spec.train.script is None else _ExportScorer(spec)
     measured = scorer.score_candidate(store, trained)
@@ -138,6 +139,8 @@ class _TextScorer:
             metrics=evaluation.metrics,
         )
         self._context = model.decoder.shape.context
+        if self._spec.data.kind == "prompts":
+            measured = measured.model_copy(update=score_answers(self._spec, model, self._dataset, entered_folder()))
         if math.isfinite(measured.loss):
             self.samples = _samples(self._spec, model)
         return self._with_command(measured, store, trained.export, trained.export_digest)
@@ -272,6 +275,8 @@ def _oppose(spec: Spec, champion: Champion, trained: Trained, scorer: _TextScore
     measured: OwnFigures | None = None
     if _is_champion(trained, champion):
         note = f"The {opponent} is this very run: there is nothing to compare."
+    elif spec.data.kind == "prompts":
+        note = f"The {opponent} did not get the same prompts: answers are not compared."
     else:
         try:
             measured, note = scorer.score_champion(champion)

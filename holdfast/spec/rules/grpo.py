@@ -13,11 +13,7 @@ def check_grpo(spec: Spec) -> Iterator[Problem]:
     other data."""
     settings, training = spec.training.grpo, spec.training
     if spec.data.kind != "prompts":
-        for name, default in type(settings).model_fields.items():
-            if (value := getattr(settings, name)) != default.default:
-                shown = None if name == "rewards" else value
-                remedy = "remove it, or use data.kind: prompts"
-                yield Problem(f"training.grpo.{name}", shown, f"is not used by data.kind: {spec.data.kind}", remedy)
+        yield from _unused(spec)
         return
     if not settings.rewards:
         remedy = "name a reward, such as exact or mine.py:reward"
@@ -41,6 +37,21 @@ def check_grpo(spec: Spec) -> Iterator[Problem]:
         remedy = "name weights, or use training.grpo.kl_weight: 0"
         yield Problem("model.init_from", None, "is missing, and the divergence is measured from it", remedy)
     yield from _unsupported(spec)
+
+
+def _unused(spec: Spec) -> Iterator[Problem]:
+    """Fields that are for prompts only."""
+    evaluation = ("max_prompts", "answers", "solved_reward", "min_pass_at_1", "min_pass_at_k")
+    sections = (
+        ("training.grpo", spec.training.grpo, tuple(type(spec.training.grpo).model_fields)),
+        ("evaluation", spec.evaluation, evaluation),
+    )
+    for prefix, section, names in sections:
+        for name in names:
+            if (value := getattr(section, name)) != type(section).model_fields[name].default:
+                shown = None if name == "rewards" else value
+                remedy = "remove it, or use data.kind: prompts"
+                yield Problem(f"{prefix}.{name}", shown, f"is not used by data.kind: {spec.data.kind}", remedy)
 
 
 def _unsupported(spec: Spec) -> Iterator[Problem]:

@@ -1,0 +1,45 @@
+"""Answers of an exported model to held-out prompts: pass@1, pass@k and the mean reward."""
+
+from __future__ import annotations
+
+from holdfast.corpus.encode import load_tokenizer
+from holdfast.dataset import Dataset
+from holdfast.rewards.process import RewardProcess
+from holdfast.rollouts.generation import Sampling, generate_lot
+from holdfast.scoring.models import ExportedModel
+from holdfast.spec.errors import DataError
+from holdfast.spec.tree import Spec
+
+SEED = 0  # of the sampled answers: the same numbers for every model
+
+
+def score_answers(spec: Spec, model: ExportedModel, dataset: Dataset, code: str) -> dict[str, float]:
+    """The fields of `Measured` from the rewards of sampled answers to the first held-out prompts. `code` is the folder
+    of the bundle of user code. Raises DataError for a prompt that leaves no room for an answer."""
+    settings, evaluation = spec.training.grpo, spec.evaluation
+    prompts = dataset.prompts("validation")
+    length, longest = prompts.longest()
+    if length + settings.answer_tokens > spec.model.context + 1:
+        raise DataError(
+            f"dataset {dataset.dataset_id}: held-out prompt {longest} has {length} tokens, and with "
+            f"training.grpo.answer_tokens = {settings.answer_tokens} it exceeds model.context = {spec.model.context}; "
+            "lower answer_tokens, or remove the prompt"
+        )
+    end, tokenizer = dataset.end_of_text, load_tokenizer(dataset.tokenizer_json())
+    sampling = Sampling(evaluation.answers, settings.answer_tokens, settings.temperature, SEED, end)
+    count, solved, solved_prompts, total = min(len(prompts), evaluation.max_prompts), 0, 0, 0.0
+    with RewardProcess(settings.rewards, code) as rewards:
+        for first in range(0, count, settings.lot):
+            lot = [prompts[number] for number in range(first, min(first + settings.lot, count))]
+            places = [prompt.number for prompt in lot]
+            generated = generate_lot(model.decoder, [prompt.tokens for prompt in lot], places, sampling)
+            for prompt, answers in zip(lot, generated, strict=True):
+                values = []
+                for answer in answers:
+                    ids = answer.tokens[:-1] if answer.tokens[-1] == end else answer.tokens
+                    text = tokenizer.decode(ids, skip_special_tokens=False)
+                    values.append(rewards.score(prompt.record, text).total(settings.rewards))
+                right = sum(value >= evaluation.solved_reward for value in values)
+                solved, solved_prompts, total = solved + right, solved_prompts + (right > 0), total + sum(values)
+    asked = count * evaluation.answers
+    return {"pass_at_1": solved / asked, "pass_at_k": solved_prompts / count, "mean_reward": total / asked}

@@ -1,0 +1,85 @@
+"""Generation in lots: the distribution of tokens, padding, windows, and what the bits depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from holdfast.model.decoder import Decoder
+from holdfast.model.initialise import initialise
+from holdfast.rollouts.generation import LENGTH, STOP, Sampling, generate_lot, sample_tokens, uniforms
+from holdfast.spec.model import Model
+
+VOCABULARY, END = 40, 3
+SHAPES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "windows": {"family": "gemma3_text", "window": 4, "layer_pattern": ("window", "full")},
+    "sinks": {
+        "family": "gpt_oss",
+        "window": 4,
+        "layer_pattern": ("window", "full"),
+        "experts": 4,
+        "experts_per_token": 2,
+    },
+}
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14]]
+
+
+def decoder_of(**fields: Any) -> Decoder:
+    decoder = Decoder.empty(Model(layers=2, hidden=32, heads=4, kv_heads=2, context=24, **fields), VOCABULARY)
+    initialise(decoder, seed=1)
+    return decoder.eval()
+
+
+def sampling(**fields: Any) -> Sampling:
+    values = {"answers": 3, "most_tokens": 8, "temperature": 0.7, "seed": 1, "end_of_text": END} | fields
+    return Sampling(**values)
+
+
+def test_a_lot_samples_from_the_distribution_of_the_whole_sequence() -> None:
+    """Each token is the one that the same number u gives with the logits of an ordinary forward pass in fp64."""
+    decoder, how = decoder_of().double(), sampling()
+    lot = generate_lot(decoder, PROMPTS, [4, 5, 9], how)
+    for prompt, place, answers in zip(PROMPTS, [4, 5, 9], lot, strict=True):
+        assert len({tuple(answer.tokens) for answer in answers}) == 3
+        for number, answer in enumerate(answers):
+            u = uniforms(how.seed, place, number, how.most_tokens)
+            whole = torch.tensor([prompt + answer.tokens])
+            logits: Any = decoder(whole)
+            expected = logits[0, len(prompt) - 1 : -1]
+            tokens, entropy = sample_tokens(expected, torch.tensor(u[: len(answer.tokens)]).double(), how.temperature)
+            assert tokens.tolist() == answer.tokens
+            assert answer.entropy == pytest.approx(float(entropy.mean()), rel=1e-9)
+
+
+def test_a_lot_is_a_pure_function_of_its_inputs() -> None:
+    decoder = decoder_of()
+    once, again = (generate_lot(decoder, PROMPTS, [0, 1, 2], sampling()) for _ in range(2))
+    assert once == again
+    assert generate_lot(decoder, PROMPTS, [0, 1, 3], sampling())[2] != once[2]
+    assert generate_lot(decoder, PROMPTS, [0, 1, 2], sampling(seed=2)) != once
+
+
+def test_an_answer_ends_with_its_end_token_or_at_the_limit() -> None:
+    decoder = decoder_of()
+    answers = [
+        answer for answers in generate_lot(decoder, PROMPTS * 4, range(12), sampling(answers=8)) for answer in answers
+    ]
+    stopped = [answer for answer in answers if answer.ending == STOP]
+    assert stopped
+    assert all(answer.tokens.index(END) == len(answer.tokens) - 1 for answer in stopped)
+    assert all(END not in answer.tokens and len(answer.tokens) == 8 for answer in answers if answer.ending == LENGTH)
+
+
+def test_tokens_have_their_probabilities() -> None:
+    logits = torch.tensor([0.0, 1.0, -torch.inf, 2.0])
+    u = (torch.arange(1000).double() + 0.5) / 1000
+    tokens, entropy = sample_tokens(logits.expand(1000, -1), u, 1.0)
+    shares = torch.bincount(tokens, minlength=4) / 1000
+    torch.testing.assert_close(shares, logits.softmax(0), atol=2e-3, rtol=0)
+    assert int(shares[2]) == 0
+    expected = torch.distributions.Categorical(logits=logits.double()).entropy()
+    assert float(entropy[0]) == pytest.approx(float(expected))
+    assert sample_tokens(logits[None], torch.tensor([1 - 2.0**-53]).double(), 1.0)[0].tolist() == [3]
