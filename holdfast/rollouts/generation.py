@@ -91,7 +91,8 @@ def sample_tokens(logits_BV: Tensor, u_B: Tensor, temperature: float) -> tuple[T
     logprobs_BV = scaled_BV.log_softmax(-1)
     shares_BV = logprobs_BV.exp()
     sums_BV = shares_BV.cumsum(-1)
-    token_B = (sums_BV <= (u_B * sums_BV[:, -1])[:, None]).sum(-1)
+    whole_B1 = sums_BV[:, -1:]
+    token_B = ((sums_BV <= u_B[:, None] * whole_B1) & (sums_BV < whole_B1)).sum(-1)  # the product may round up to all
     return token_B, -(shares_BV * torch.where(shares_BV > 0, logprobs_BV, 0.0)).sum(-1)
 
 

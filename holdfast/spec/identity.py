@@ -17,6 +17,7 @@ from pydantic import BaseModel
 
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.functions import Function
+from holdfast.spec.rollout import Grpo
 from holdfast.spec.section import Role, Section, role_of
 from holdfast.spec.training import Ema, Training
 from holdfast.spec.tree import Spec
@@ -91,7 +92,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         own = function_identity("training.objective", objective)
         fields["training"]["objective"] = {"kind": objective.kind, **own}
     grpo = fields["training"].pop("grpo")  # run ids are older than the field
-    if spec.data.kind == "prompts":
+    if spec.training.grpo != Grpo():
         named = enumerate(spec.training.grpo.rewards)
         own_rewards = {n: function_identity(f"training.grpo.rewards.{n}", each) for n, each in named if each.use}
         grpo["rewards"] = [each | own_rewards.get(n, {}) for n, each in enumerate(grpo["rewards"])]

@@ -14,15 +14,9 @@ from holdfast.spec.model import Model
 
 VOCABULARY, END = 40, 3
 SHAPES: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "windows": {"family": "gemma3_text", "window": 4, "layer_pattern": ("window", "full")},
-    "sinks": {
-        "family": "gpt_oss",
-        "window": 4,
-        "layer_pattern": ("window", "full"),
-        "experts": 4,
-        "experts_per_token": 2,
-    },
+    "whole": {},
+    "windows": {"family": "gemma3_text", "sliding_window": 4, "layer_pattern": ("sliding", "full")},
+    "sinks": {"family": "gpt_oss", "sliding_window": 4},
 }
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14]]
 
@@ -38,16 +32,17 @@ def sampling(**fields: Any) -> Sampling:
     return Sampling(**values)
 
 
-def test_a_lot_samples_from_the_distribution_of_the_whole_sequence() -> None:
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_lot_samples_from_the_distribution_of_the_whole_sequence(name: str) -> None:
     """Each token is the one that the same number u gives with the logits of an ordinary forward pass in fp64."""
-    decoder, how = decoder_of().double(), sampling()
+    decoder, how = decoder_of(**SHAPES[name]).double(), sampling()
     lot = generate_lot(decoder, PROMPTS, [4, 5, 9], how)
     for prompt, place, answers in zip(PROMPTS, [4, 5, 9], lot, strict=True):
         assert len({tuple(answer.tokens) for answer in answers}) == 3
         for number, answer in enumerate(answers):
             u = uniforms(how.seed, place, number, how.most_tokens)
-            whole = torch.tensor([prompt + answer.tokens])
-            logits: Any = decoder(whole)
+            with torch.no_grad():
+                logits: Any = decoder(torch.tensor([prompt + answer.tokens]))
             expected = logits[0, len(prompt) - 1 : -1]
             tokens, entropy = sample_tokens(expected, torch.tensor(u[: len(answer.tokens)]).double(), how.temperature)
             assert tokens.tolist() == answer.tokens

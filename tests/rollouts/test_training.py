@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ from holdfast.rollouts.records import recorded_steps, records_of_step
 from holdfast.spec import Spec
 from holdfast.store import Store, open_store
 from holdfast.telemetry import read_history
-from tests.rollouts.prompt_run import prompt_spec, write_prompts
+from tests.checkpoint.ranks import in_ranks
+from tests.rollouts.prompt_run import FIELDS, prompt_spec, write_prompts
 from tests.train.ranks import identity_of, train_in_ranks, trained
 
 ELASTIC = ("training.determinism=elastic",)
@@ -26,8 +29,6 @@ def answers(store: Store, spec: Spec, salt: str = "") -> list[Any]:
 
 def overrides(*more: str) -> tuple[str, ...]:
     """The overrides of a run, for `train_in_ranks`."""
-    from tests.rollouts.prompt_run import FIELDS
-
     return (*FIELDS, *more)
 
 
@@ -57,3 +58,76 @@ def test_a_stopped_run_learns_from_the_same_answers(store: Store, tmp_path: Path
     assert set(rewards) > {0.0}
     clipped = [row["objective.policy_loss"] for row in read_history(store, identity_of(prompt_spec(*TWICE)))]
     assert clipped[0] != clipped[1], "the second update on the same answers has other ratios"
+
+
+@pytest.mark.drill
+def test_ranks_learn_from_the_same_answers_at_any_number(store: Store, tmp_path: Path) -> None:
+    fields = overrides(*ELASTIC, "training.grpo.updates=2")
+    assert train_in_ranks(1, store.url, tmp_path / "one", [(fields, "", None)]) == [""]
+    assert train_in_ranks(2, store.url, tmp_path / "two", [(fields, "two", None), (fields, "changed", 1)]) == [
+        "",
+        "PreemptedError",
+    ]
+    assert train_in_ranks(1, store.url, tmp_path / "rest", [(fields, "changed", None)]) == [""]
+    spec = prompt_spec(*ELASTIC, "training.grpo.updates=2")
+    for salt in ("two", "changed"):
+        assert trained(store, spec, salt) == trained(store, spec)
+        assert answers(store, spec, salt) == answers(store, spec)
+
+
+@pytest.mark.drill
+def test_sharded_and_whole_models_answer_alike(store: Store, tmp_path: Path) -> None:
+    """Under elastic determinism whole and sharded replicas have the same bits, and so the same answers."""
+    sharded = overrides(*ELASTIC, "parallel.strategy=fsdp")
+    assert train_in_ranks(2, store.url, tmp_path / "two", [(sharded, "", None)]) == [""]
+    whole = overrides(*ELASTIC)
+    assert train_in_ranks(1, store.url, tmp_path / "one", [(whole, "whole", None)]) == [""]
+    spec = prompt_spec(*ELASTIC, "parallel.strategy=fsdp")
+    assert trained(store, spec) == trained(store, prompt_spec(*ELASTIC), "whole")
+    assert answers(store, spec) == answers(store, prompt_spec(*ELASTIC), "whole")
+
+
+PLACES = ("generation", "between", "update")
+
+
+def _killed(rank: int, size: int, url: str, folder: Path, place: str) -> Any:
+    """Train as a rank that kills itself at `place`, in the third step."""
+    import holdfast.engines.torch.engine as engine
+    from holdfast.rank.answer_batches import AnswerBatches
+    from tests.train import ranks
+
+    calls = 0
+
+    def dying_after(count: int, function: Any) -> Any:
+        def wrapped(*given: Any, **named: Any) -> Any:
+            nonlocal calls
+            result = function(*given, **named)
+            calls += 1
+            if calls == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return result
+
+        return wrapped
+
+    if place == "generation":
+        AnswerBatches._lot = dying_after(5, AnswerBatches._lot)  # type: ignore[method-assign]
+    elif place == "between":
+        AnswerBatches._load = dying_after(3, AnswerBatches._load)  # type: ignore[method-assign]
+    else:
+        engine.update = dying_after(3, engine.update)
+    return ranks._train_all(rank, size, url, folder, [(overrides(), place, None)], False, signal.SIGTERM)
+
+
+@pytest.mark.drill
+def test_a_rank_killed_anywhere_in_a_step_changes_no_bit(store: Store, tmp_path: Path) -> None:
+    assert train_in_ranks(1, store.url, tmp_path / "whole", [(overrides(), "", None)]) == [""]
+    spec, before = prompt_spec(), {}
+    for place in PLACES:
+        in_ranks(1, _killed, store.url, tmp_path / place, place, seconds=400)
+        before[place] = [record.lot for record in records_of_step(store, identity_of(spec, place), 3)]
+    assert before == {"generation": [0], "between": [0, 1], "update": [0, 1]}
+    runs = [(overrides(), place, None) for place in PLACES]
+    assert train_in_ranks(1, store.url, tmp_path / "rest", runs) == [""] * 3
+    for place in PLACES:
+        assert trained(store, spec, place) == trained(store, spec)
+        assert answers(store, spec, place) == answers(store, spec), "no prompt is lost or repeated"

@@ -61,6 +61,7 @@ def tree() -> dict[str, Any]:
                 "objective": {"use": "m.py:f", "digest": "0" * 64},
                 "optimizer": {"groups": [{}]},
                 "schedule": {"factor": {"use": "m.py:f", "digest": "0" * 64}},
+                "grpo": {"rewards": [{"use": "m.py:f", "digest": "0" * 64}]},
             },
             "evaluation": {"tasks": [{"uri": "x"}], "metrics": ["m.py:f"], "load": {"use": "m.py:f"}},
             "telemetry": {"observers": ["m.py:f"]},
@@ -154,7 +155,7 @@ def test_runtime_fields_are_these_and_no_others() -> None:
     assert [path for path in runtime_fields if path.split(".")[0] not in sections] == [
         "name", "code", "store", "data.sources[].reader.use", "data.cleaning.filters[].use",
         "data.workers", "data.fan_out", "train.restart_on", "train.log_every", "training.auto_micro_batch",
-        "training.objective.use", "training.schedule.factor.use",
+        "training.objective.use", "training.schedule.factor.use", "training.grpo.rewards[].use",
         "training.topk_fraction", "training.anomalies.max_consecutive",
         "training.log_every",
         "parallel.auto",
