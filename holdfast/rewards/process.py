@@ -22,7 +22,9 @@ from typing import Any
 
 from holdfast.rendering.process import VARIABLES
 from holdfast.runtime.logs import log
-from holdfast.spec.errors import UserCodeError
+from holdfast.runtime.secrets import redact
+from holdfast.spec.errors import DataError, UserCodeError
+from holdfast.spec.json_parsing import parse_json_object
 from holdfast.spec.rollout import Reward
 
 START_SECONDS = 120.0
@@ -80,7 +82,7 @@ class RewardProcess:
             self.close()
             return reward.on_failure, reply
         if "error" in reply:
-            return reward.on_failure, str(reply["error"])
+            return reward.on_failure, redact(str(reply["error"]))
         return float(reply["value"]), ""
 
 
@@ -120,8 +122,10 @@ class _Child:
         if not line.endswith(b"\n"):
             code = self._process.wait()
             return f"ended its process (code {code}); it may need more than memory_mib"
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+        try:
+            return parse_json_object(line, "the reply of the reward")
+        except DataError as error:
+            return str(error)
 
     def end(self) -> None:
         """Kill the child and every process that it started."""

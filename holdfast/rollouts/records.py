@@ -23,13 +23,13 @@ MAX_BYTES = 64 * 2**20  # of a record
 REMEDY = "delete it, and the run generates these answers again"
 
 
-class Entry(BaseModel):
+class RecordPart(BaseModel):
     """A part of a record: strict and frozen."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Answer(Entry):
+class Answer(RecordPart):
     """One answer of the model."""
 
     tokens: list[int] = Field(min_length=1)
@@ -40,7 +40,7 @@ class Answer(Entry):
     reward: float  # the weighted sum
 
 
-class Unit(Entry):
+class Unit(RecordPart):
     """The answers to one prompt."""
 
     prompt: int  # its number in the training split
@@ -53,7 +53,7 @@ class Unit(Entry):
         return [answer.tokens for answer in self.answers]
 
 
-class LotRecord(Entry):
+class LotRecord(RecordPart):
     """The units of a lot."""
 
     format_version: Literal[1] = 1

@@ -23,6 +23,7 @@ KNOWN = {
     "holdfast/launch/processes.py": "standard error of a process whose output a launcher reads and redacts",
     "holdfast/components/notify/summary.py": "redacts the record itself",
     "holdfast/steps/command_line.py": "the result of a step: an id or a word; standard output is redacted",
+    "holdfast/rewards/worker.py": "replies to the process that started it, which redacts errors",
     "holdfast/runtime/logs.py": "the formatters of all log records: they redact",
     "holdfast/simulation/learn.py": "numbers",
     "holdfast/spec/schema.py": "the schema",

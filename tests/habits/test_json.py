@@ -25,6 +25,8 @@ ELSEWHERE = {
     "holdfast/rendering/chat.py": "records of a corpus, in a child process with limits",
     "holdfast/rendering/process.py": "an answer of the child process of this one",
     "holdfast/rendering/worker.py": "a document of a task, in a child process with limits",
+    "holdfast/rewards/builtin.py": "answers of a model, in a child process with limits",
+    "holdfast/rewards/worker.py": "requests of the parent process",
     "holdfast/launch/kubernetes/schemas/__init__.py": "a schema in this package",
     # with words or bounds of their own
     "holdfast/launch/node/hang_consensus.py": "what nodes of this gang say to each other",
