@@ -87,7 +87,7 @@ class RewardProcess:
 
 
 class _Child:
-    """One child process in a session and a folder of its own."""
+    """One child process, with a separate session and folder."""
 
     def __init__(self, rewards: Sequence[Reward], code: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-rewards-", ignore_cleanup_errors=True)

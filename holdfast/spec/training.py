@@ -286,7 +286,9 @@ class Training(Section):
     lora: Lora = Field(default_factory=Lora, description="Training of adapters instead of the weights.")
     distillation: Distillation = Field(default_factory=Distillation, description="The teacher of a distillation.")
     preference: Preference = Field(default_factory=Preference, description="How preferences are learned.")
-    grpo: Grpo = Field(default_factory=Grpo, description="How the model learns from rewards of its own answers.")
+    grpo: Grpo = Field(
+        default_factory=Grpo, description="How the model learns from the rewards of answers that it generates."
+    )
     gradient_compression: Literal["none", "fp16", "bf16", "powersgd", "topk"] = Field(
         "none",
         description="With `ddp`: compression of the gradients that ranks send. `fp16` and `bf16` send half as many "
