@@ -84,7 +84,9 @@ class Evaluation(Section):
         description="With `train.script`: a function of the folder of an export that returns the model for `metrics`.",
         json_schema_extra={"role": "neither"},
     )
-    max_prompts: int = runtime_field(256, "With data.kind: prompts: maximum number of held-out prompts to answer.", ge=1)
+    max_prompts: int = runtime_field(
+        256, "With data.kind: prompts: maximum number of held-out prompts to answer.", ge=1
+    )
     answers: int = runtime_field(
         1, "With data.kind: prompts: sampled answers to each prompt, the k of pass@k.", ge=1, le=1024
     )
