@@ -203,7 +203,8 @@ class TorchEngine:
     def _gathered(self) -> Decoder:
         """A copy of the model with whole weights. A collective call."""
         with torch.device("meta"):
-            (whole,) = self._build_parts(self._spec, self._parts[0].vocabulary)
+            whole = Decoder(self._spec.model, self._parts[0].vocabulary)
+            add_adapters(whole, self._spec.training.lora)
         whole.to_empty(device=self._device)
         whole.reset_buffers()
         shards = dict(self._parts[0].named_parameters())

@@ -56,7 +56,7 @@ def _unused(spec: Spec) -> Iterator[Problem]:
 
 def _unsupported(spec: Spec) -> Iterator[Problem]:
     training, why = spec.training, "is not supported with data.kind: prompts"
-    fields = (
+    fields: tuple[tuple[str, object, bool, str], ...] = (
         ("training.determinism", training.determinism, training.determinism == "off", "use exact or elastic"),
         ("training.precision", training.precision, training.precision == "fp8", "use bf16"),
         ("training.compile", training.compile, training.compile, "use false"),
@@ -68,6 +68,12 @@ def _unsupported(spec: Spec) -> Iterator[Problem]:
         ("model.head", spec.model.head, spec.model.head == "scalar", "use tokens"),
         ("training.lora.base", "nf4", training.lora.base == "nf4" and spec.parallel.strategy == "fsdp", "use bf16"),
     )
+    fields += tuple(
+        (f"parallel.{name}", value, value > 1, "use 1, with parallel.strategy: fsdp for a model that is too large")
+        for name in ("tensor", "pipeline", "context")
+        if (value := getattr(spec.parallel, name))
+    )
+    fields += (("model.experts", spec.model.experts, spec.model.experts > 1, "use 1"),)
     for field, value, refused, remedy in fields:
         if refused:
             yield Problem(field, value, why, remedy)
