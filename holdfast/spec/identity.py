@@ -91,12 +91,6 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
     if objective.is_own:
         own = function_identity("training.objective", objective)
         fields["training"]["objective"] = {"kind": objective.kind, **own}
-    grpo = fields["training"].pop("grpo")  # run ids are older than the field
-    if spec.training.grpo != Grpo():
-        named = enumerate(spec.training.grpo.rewards)
-        own_rewards = {n: function_identity(f"training.grpo.rewards.{n}", each) for n, each in named if each.use}
-        grpo["rewards"] = [each | own_rewards.get(n, {}) for n, each in enumerate(grpo["rewards"])]
-        fields["training"]["grpo"] = grpo
     if (factor := spec.training.schedule.factor) is not None:
         fields["training"]["schedule"]["factor"] = function_identity("training.schedule.factor", factor)
     else:
@@ -124,6 +118,11 @@ def _drop_unused(fields: dict[str, Any], training: Training) -> None:
         for field in younger:
             if getattr(section, field) == type(section).model_fields[field].get_default(call_default_factory=True):
                 del fields[name][field]
+    for number, reward in enumerate(training.grpo.rewards):
+        if reward.use:
+            fields["grpo"]["rewards"][number] |= function_identity(f"training.grpo.rewards.{number}", reward)
+    if training.grpo == Grpo():
+        del fields["grpo"]
     if training.ema == Ema():
         del fields["ema"]
 
