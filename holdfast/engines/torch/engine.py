@@ -49,8 +49,8 @@ from holdfast.engines.torch.scaling import LossScale
 from holdfast.engines.torch.tied import TiedEnds
 from holdfast.engines.weights import OPTIMIZER_STATE
 from holdfast.launch.device import local_device
-from holdfast.model.initialise import AVERAGE
 from holdfast.model.decoder import Decoder
+from holdfast.model.initialise import AVERAGE
 from holdfast.model.lora import FrozenLinear, add_adapters
 from holdfast.objectives.interface import count_terms, metrics_of, weighted
 from holdfast.objectives.next_token import NextToken
