@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from functools import cache
@@ -195,11 +193,7 @@ def main() -> None:
             enter_code(store, options.code)
             replay(store, options.of, options.launch, *steps, plan, options.results, options.state_digest)
 
-    code = exit_code_of(body)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    record.ended(code)
-    os._exit(code)  # process groups with a lost peer can block the interpreter's normal exit
+    record.exit(exit_code_of(body))
 
 
 if __name__ == "__main__":

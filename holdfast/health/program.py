@@ -7,7 +7,6 @@ code, and its node is blamed.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -54,10 +53,7 @@ def main() -> None:
         require_health(report, gang.rank)
 
     code = exit_code_of(body)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    record.ended(code, blames_node=code in (ExitCode.UNHEALTHY_NODE, ExitCode.WRONG_ARITHMETIC))
-    os._exit(code)  # process groups with a lost peer can block the interpreter's exit
+    record.exit(code, blames_node=code in (ExitCode.UNHEALTHY_NODE, ExitCode.WRONG_ARITHMETIC))
 
 
 if __name__ == "__main__":

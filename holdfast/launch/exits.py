@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
@@ -99,6 +100,13 @@ class RankRecord:
         update = {"code": int(code), "ended": time.time(), "blames_node": blames_node}
         self._exit = self._exit.model_copy(update=update)
         self._write()
+
+    def exit(self, code: int, blames_node: bool = False) -> NoReturn:
+        """Record that this process exits with `code`, and exit."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.ended(code, blames_node)
+        os._exit(code)  # process groups with a lost peer can block the interpreter's normal exit
 
     def _write(self) -> None:
         if not (folder := os.environ.get(FOLDER_VARIABLE)):

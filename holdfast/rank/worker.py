@@ -10,7 +10,6 @@ import argparse
 import logging
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -62,7 +61,6 @@ from holdfast.runtime.logs import configure_logging
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import (
     BadReaderError,
-    PreemptedError,
     UnhealthyNodeError,
     WrongArithmeticError,
 )
@@ -307,12 +305,9 @@ def main() -> None:
         functions=arguments.functions,
     )
     code = exit_code_of(process.run)
-    if leave.wanted and code not in (ExitCode.OK, PreemptedError.exit_code):
-        code = ExitCode.TERMINATED if code == ExitCode.LOST_PEER else code
-    sys.stdout.flush()
-    sys.stderr.flush()
-    record.ended(code, process.blames_node)
-    os._exit(code)  # process groups with a lost peer can block the interpreter's normal exit
+    if leave.wanted and code == ExitCode.LOST_PEER:
+        code = ExitCode.TERMINATED
+    record.exit(code, process.blames_node)
 
 
 if __name__ == "__main__":

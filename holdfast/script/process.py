@@ -184,12 +184,9 @@ def main() -> None:
         options.store, options.run_id, options.launch, options.code, options.entry, arguments, leave, record
     )
     code = exit_code_of(process.run)
-    if leave.wanted and code not in (ExitCode.OK, ExitCode.PREEMPTED):
-        code = ExitCode.TERMINATED if code == ExitCode.LOST_PEER else code
-    sys.stdout.flush()
-    sys.stderr.flush()
-    record.ended(code)
-    os._exit(code)  # process groups with a lost peer can block the interpreter's normal exit
+    if leave.wanted and code == ExitCode.LOST_PEER:
+        code = ExitCode.TERMINATED
+    record.exit(code)
 
 
 if __name__ == "__main__":

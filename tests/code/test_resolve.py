@@ -189,6 +189,11 @@ def test_a_bundle_is_published_with_the_request_and_a_store_is_not_trusted_with_
     with pytest.raises(DataError, match="not the one of the run's identity"):
         bind(other)
 
+    (kept,) = (tmp_path / "home").rglob(f"{spec.code.removeprefix('blake3:')}.bundle")
+    kept.write_bytes(kept.read_bytes() + b"x")
+    with pytest.raises(DataError, match="was changed; delete it"):
+        publish_code(spec, store)
+
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "another machine"))
     assert not is_kept(spec.code)
     publish_code(spec, store)  # it is in the store

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils.fetch import _IterableDatasetFetcher, _MapDatasetFetcher
 from typer.testing import CliRunner
 
 import holdfast
@@ -16,6 +20,7 @@ from holdfast.collectives import Gang
 from holdfast.components.train.exactness import Exactness, compare_runs
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.paths import load_spec
+from holdfast.script.seeding import key_fetches
 from holdfast.script.state import ScriptState
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import NotExactError
@@ -41,6 +46,37 @@ def loop(fault: str = "") -> None:
         optimizer.zero_grad()
         average["loss"] = 0.5 * average["loss"] + loss.item()
         session.step(step + 1, loss=loss, average=average["loss"])
+
+
+class Noisy(Dataset[tuple[float, ...]]):
+    """Samples that draw from each global generator."""
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> tuple[float, ...]:
+        return index, torch.rand(()).item(), float(np.random.rand()), random.random()
+
+
+def test_a_fetch_draws_by_its_samples_and_leaves_the_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_MapDatasetFetcher, "fetch", _MapDatasetFetcher.fetch)
+    monkeypatch.setattr(_IterableDatasetFetcher, "fetch", _IterableDatasetFetcher.fetch)
+    epoch = 1
+    key_fetches(5, lambda: epoch, 0)
+
+    def drawn(order: list[int]) -> list[tuple[float, ...]]:
+        own = torch.Generator()  # of the loader itself
+        return sorted(DataLoader(Noisy(), sampler=order, batch_size=1, collate_fn=lambda rows: rows[0], generator=own))
+
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    first = drawn([0, 1, 2, 3])
+    assert drawn([2, 0, 3, 1]) == first
+    assert len({value for row in first for value in row[1:]}) == 12
+    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    assert torch.equal(before[0], after[0])
+    assert before[1:] == after[1:]
+    epoch = 2
+    assert drawn([0, 1, 2, 3]) != first
 
 
 def verified(url: str, fault: str) -> Exactness:

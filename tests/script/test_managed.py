@@ -76,6 +76,17 @@ def test_a_script_runs_without_a_launch_as_it_would_alone(capsys: pytest.Capture
     sessions._session = None
 
 
+def test_a_step_that_is_early_repeated_or_skipped_is_refused() -> None:
+    session = holdfast.Session()
+    with pytest.raises(StateError, match=r"before session\.restore"):
+        session.step(1)
+    session.restore()
+    session.step(1)
+    for step in (1, 3):
+        with pytest.raises(StateError, match=rf"session\.step\({step}\) follows step 1; the next one is 2"):
+            session.step(step)
+
+
 def test_a_script_that_leaves_resumes_with_the_bits_of_an_undisturbed_run(url: str) -> None:
     assert run_script(url, "calm", loop)
     assert not run_script(url, "left", loop, 6, 2)

@@ -145,6 +145,19 @@ def test_tensors_within_the_state_of_an_optimizer_come_back(store: Store) -> Non
     assert len(second.state[other.weight]["kept"]["norms"]) == 2
 
 
+def test_only_what_may_change_before_the_next_update_is_copied() -> None:
+    script = Script()
+    script.train(0, 1)
+    held = {layout.name: box.data for layout, box in script.state(Gang()).live()}
+    before = {name: data.clone() for name, data in held.items()}
+    script.model(torch.randn(4, 6))  # changes buffers
+    script.ema["mean"] += 1
+    assert all(torch.equal(data, before[name]) for name, data in held.items())
+    script.train(1, 2)
+    changed = {name for name, data in held.items() if not torch.equal(data, before[name])}
+    assert {"model/second.weight", "optimizer/exp_avg/model/second.weight"} <= changed
+
+
 def test_a_checkpoint_that_is_not_adopted_leaves_the_objects_as_they_are(store: Store) -> None:
     first, gang = Script(), Gang()
     first.train(0, 2)
