@@ -168,7 +168,7 @@ class ManagedSession(Session):
         """See Session."""
         self._count(step)
         phases.enter("check", step)
-        self._keep_listening()
+        self.keep_listening()
         held = None
         every, state_digest = self._assignment.checkpoint.digest_every, None
         if every is not None and step % every == 0:
@@ -362,7 +362,7 @@ class ManagedSession(Session):
             self._saved = self._step
             self._policy.saved()
 
-    def _keep_listening(self) -> None:
+    def keep_listening(self) -> None:
         """Install the handler of SIGTERM again if a library has replaced it."""
         if threading.current_thread() is threading.main_thread() and not self._launched.leave.listens():
             log.warning("a library replaced the handler of SIGTERM; the one of Holdfast is installed again")
