@@ -11,7 +11,7 @@ from typing import Any
 
 from accelerate import skip_first_batches
 
-from holdfast.script.session import Session
+from holdfast.script.interface import Session
 from holdfast.script.tree import StateError
 
 
@@ -25,6 +25,7 @@ class Batches:
         self._session, self._loader = session, loader
         self.epoch = 0
         self.batch = 0  # batches of the epoch that the loop got
+        self._seeded = -1  # steps done when a step was seeded
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -32,7 +33,9 @@ class Batches:
             for batch in self._epoch():
                 batches += 1
                 self.batch += 1
-                self._session.begin_step()  # the fetch may have drawn
+                if self._session.steps_done != self._seeded:  # the fetch may have drawn
+                    self._seeded = self._session.steps_done
+                    self._session.begin_step()
                 yield batch
             if not batches and not self.batch:
                 raise StateError("the loader has no batch")

@@ -55,10 +55,10 @@ def fit(
         raise StateError("ckpt_path: the checkpoint is Holdfast's; leave it out")
     if trainer.reload_dataloaders_every_n_epochs:
         raise StateError("reload_dataloaders_every_n_epochs is not carried; leave it out")
-    kept = [one for one in trainer.callbacks if not isinstance(one, Checkpoint)]  # type: ignore[attr-defined]
-    if len(kept) < len(trainer.callbacks):  # type: ignore[attr-defined]
+    kept = [one for one in trainer.callbacks if not isinstance(one, Checkpoint)]
+    if len(kept) < len(trainer.callbacks):
         log.info("checkpoint callbacks of Lightning have no effect: `checkpoint` in the spec decides when to save")
-    trainer.callbacks = [HoldfastCallback(trainer, current, dict(state or {})), *kept]  # type: ignore[attr-defined]
+    trainer.callbacks = [HoldfastCallback(trainer, current, dict(state or {})), *kept]
     trainer.fit(model, *arguments, **named)
     current.export(model)
 
@@ -73,8 +73,8 @@ class HoldfastCallback(Callback):
         self._begun = False  # whether this launch iterates over the data
         self._new_step = True  # the next batch is the first of its step
         loop = trainer.fit_loop.epoch_loop
-        self._on_run_start, loop.on_run_start = loop.on_run_start, self._begin_epoch  # type: ignore[method-assign]
-        self._before_fetch, loop._on_before_fetch = loop._on_before_fetch, self._report_and_fetch  # type: ignore[method-assign]
+        self._on_run_start, loop.on_run_start = loop.on_run_start, self._begin_epoch
+        self._before_fetch, loop._on_before_fetch = loop._on_before_fetch, self._report_and_fetch
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore the state into the objects that Trainer has prepared by now. Collective."""
@@ -99,7 +99,9 @@ class HoldfastCallback(Callback):
         """Report the last step."""
         self._report()
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         """Seed the step again: the fetch of its batch and the hooks of its transfer may have drawn."""
         if self._new_step:
             self._session.begin_step()
@@ -165,7 +167,10 @@ class _Position:
         loops = {name: one for name, one in trainer.fit_loop.state_dict().items() if ".val_loop." not in name}
         loops["state_dict"] = {}  # no state of a loader
         epoch = loops["epoch_progress"]
-        if loops["epoch_loop.batch_progress"]["is_last_batch"] or not loops["epoch_loop.batch_progress"]["total"]["ready"]:
+        if (
+            loops["epoch_loop.batch_progress"]["is_last_batch"]
+            or not loops["epoch_loop.batch_progress"]["total"]["ready"]
+        ):
             for one in epoch.values():  # no epoch is under way
                 one["ready"] = one["completed"]
         module: dict[str, Any] = {}
@@ -176,7 +181,7 @@ class _Position:
             "callbacks": {key: saved for key, one in self._callbacks().items() if (saved := one.state_dict())},
             "module": module,
             "precision": dict(trainer.precision_plugin.state_dict()),
-            "data": {} if trainer.datamodule is None else dict(trainer.datamodule.state_dict()),  # type: ignore[attr-defined]
+            "data": {} if trainer.datamodule is None else dict(trainer.datamodule.state_dict()),
         }
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -195,8 +200,8 @@ class _Position:
             trainer.lightning_module.on_load_checkpoint(saved["module"])
         if saved["precision"]:
             trainer.precision_plugin.load_state_dict(saved["precision"])
-        if saved["data"] and trainer.datamodule is not None:  # type: ignore[attr-defined]
-            trainer.datamodule.load_state_dict(saved["data"])  # type: ignore[attr-defined]
+        if saved["data"] and trainer.datamodule is not None:
+            trainer.datamodule.load_state_dict(saved["data"])
 
     def apply(self) -> None:
         """Set the counters of the loops, without a restart as Lightning understands it."""
@@ -210,7 +215,7 @@ class _Position:
             loop._restarting = loop._loaded_from_state_dict = loop._resuming_from_checkpoint = False
 
     def _callbacks(self) -> dict[str, Callback]:
-        callbacks = self._trainer.callbacks  # type: ignore[attr-defined]
+        callbacks = self._trainer.callbacks
         return {one.state_key: one for one in callbacks if not isinstance(one, HoldfastCallback)}
 
 

@@ -25,6 +25,7 @@ if not hasattr(Trainer, "_load_from_checkpoint"):
     raise StateError("this version of transformers has no Trainer._load_from_checkpoint; use transformers 5")
 
 CARRIED = ("best_metric", "best_global_step", "num_input_tokens_seen")  # fields of TrainerState
+COUNTED = ("_total_train_tokens",)  # attributes of TRL's trainers that Trainer does not save
 WITH_PICKLES = ("training_args.bin",)  # files of `save_model` that are left out of an export
 
 
@@ -123,6 +124,7 @@ class _TrainerItem:
         state = self._trainer.state
         return {
             "fields": {name: getattr(state, name, None) for name in CARRIED},
+            "counted": {name: getattr(self._trainer, name) for name in COUNTED if hasattr(self._trainer, name)},
             "callbacks": {name: callback.state()["attributes"] for name, callback in self._callbacks().items()},
         }
 
@@ -130,6 +132,8 @@ class _TrainerItem:
         """Take the state of a checkpoint."""
         for name, value in saved["fields"].items():
             setattr(self._trainer.state, name, value)
+        for name, value in saved.get("counted", {}).items():
+            setattr(self._trainer, name, value)
         for name, callback in self._callbacks().items():
             for attribute, value in saved["callbacks"].get(name, {}).items():
                 setattr(callback, attribute, value)

@@ -52,6 +52,11 @@ class Session:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
     @property
+    def steps_done(self) -> int:
+        """The steps done so far; 0 before `restore`."""
+        return self._step or 0
+
+    @property
     def folder(self) -> Path:
         """A scratch folder of this rank, which is gone at the end."""
         if self._folder is None:

@@ -356,6 +356,7 @@ EXTRAS = {
         "tasks": "lm_eval",
         "ray": "ray",
         "chaos": "moto",
+        "scripts": "transformers accelerate lightning",
     }.items()
     for module in modules.split()
 }

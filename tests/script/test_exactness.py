@@ -137,6 +137,6 @@ def test_init_writes_a_spec_for_a_script_and_shows_the_lines_to_add(tmp_path: Pa
     assert again.exit_code == ExitCode.USAGE
 
 
-@pytest.mark.parametrize("name", ["loop", "transformers"])
+@pytest.mark.parametrize("name", ["loop", "transformers", "lightning", "accelerate", "trl"])
 def test_the_examples_have_valid_specs(name: str) -> None:
     assert load_spec(EXAMPLES / name / "spec.yaml").train.script == "train.py"

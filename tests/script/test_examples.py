@@ -6,11 +6,17 @@ The script of each example runs in this process, as `holdfast verify` runs it in
 from __future__ import annotations
 
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
+from holdfast.code.script import publish_script
+from holdfast.components.train.script import train_script
+from holdfast.launch.launches import read_exits
+from holdfast.pipelines.paths import load_spec
+from holdfast.spec import ExitCode
 from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.checkpoint.saving import opened
@@ -20,11 +26,31 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "scripts"
 STEPS = 7
 # Framework, example, its arguments, and the last step of its first epoch.
 CASES = [
-    ("lightning", "lightning", [], 5),
+    pytest.param("accelerate", "accelerate", [], 5, id="accelerate", marks=pytest.mark.slow),
+    pytest.param("lightning", "lightning", [], 5, id="lightning", marks=pytest.mark.drill),
+    pytest.param("trl", "trl", [], 5, id="sft", marks=pytest.mark.drill),
+    pytest.param("trl", "trl", ["dpo"], 5, id="dpo", marks=pytest.mark.drill),
 ]
+# Appended to a module of an example: a stop request after step 3, and later SIGKILL after step 7.
+TROUBLE = """
+import os, signal
+from pathlib import Path
+from holdfast.script.session import ManagedSession
+
+_step = ManagedSession.step
+
+def step(self, number, /, **metrics):
+    _step(self, number, **metrics)
+    for at, name, sent in ((3, "term", signal.SIGTERM), (7, "kill", signal.SIGKILL)):
+        path = Path(os.environ["TROUBLE"]) / name
+        if number == at and path.exists():
+            path.unlink()
+            os.kill(os.getpid(), sent)
+
+ManagedSession.step = step
+"""
 
 
-@pytest.mark.slow  # a framework is imported
 @pytest.mark.parametrize(("framework", "example", "arguments", "epoch"), CASES)
 def test_an_example_that_stops_and_resumes_has_the_bits_of_an_undisturbed_run(
     framework: str, example: str, arguments: list[str], epoch: int, tmp_path: Path
@@ -36,7 +62,9 @@ def test_an_example_that_stops_and_resumes_has_the_bits_of_an_undisturbed_run(
     assert resumed == [calm, calm]
 
 
-def _runs(rank: int, size: int, url: str, example: str, arguments: list[str], epoch: int) -> tuple[object, list[object]]:
+def _runs(
+    rank: int, size: int, url: str, example: str, arguments: list[str], epoch: int
+) -> tuple[object, list[object]]:
     folder = EXAMPLES / example
     sys.path.insert(0, str(folder))
     sys.argv = ["train.py", str(STEPS), *arguments]
@@ -56,3 +84,32 @@ def _runs(rank: int, size: int, url: str, example: str, arguments: list[str], ep
         assert run_script(url, f"stopped-{stop}", script)
         resumed.append(ended(f"stopped-{stop}"))
     return ended("calm"), resumed
+
+
+@pytest.mark.drill
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("framework", "example"),
+    [("transformers", "transformers"), ("accelerate", "accelerate"), ("lightning", "lightning"), ("trl", "trl")],
+)
+def test_a_run_of_an_example_that_is_stopped_and_killed_ends_with_the_bits_of_a_calm_one(
+    framework: str, example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(framework, reason=f"needs {framework}: pip install 'holdfast[scripts]'")
+    monkeypatch.setenv("TROUBLE", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    folder = tmp_path / "code"
+    shutil.copytree(EXAMPLES / example, folder)
+    with (folder / "mine.py").open("a") as file:
+        file.write(TROUBLE)
+    store = opened(f"file://{tmp_path / 'store'}")
+    spec = load_spec(folder / "spec.yaml", ["train.arguments=['12']"])
+    publish_script(spec, store)
+    calm = train_script(spec, store, salt="calm")
+    for name in ("term", "kill"):
+        (tmp_path / name).touch()
+    result = train_script(spec, store)
+    codes = [ending.code for _, ending in sorted(read_exits(store, result.run_id).items())]
+    assert codes == [ExitCode.PREEMPTED, ExitCode.KILLED, ExitCode.OK]
+    assert (result.step, result.state_digest) == (12, calm.state_digest)
+    assert result.export_digest == calm.export_digest
