@@ -1,7 +1,8 @@
 """Hugging Face accelerate: a loop over prepared loaders that resumes at its position.
 
-`Batches(session, loader)` iterates over a loader, epoch after epoch. Given to `session.restore`, it begins after the
-batches of the restored step, which are not read again. The order of an epoch depends only on the seed and the epoch.
+`ResumableBatches(session, loader)` iterates over a loader, epoch after epoch. Given to `session.restore`, it begins
+after the batches of the restored step, which are not read again. The order of an epoch depends only on the seed and the
+epoch.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from holdfast.script.interface import Session
 from holdfast.script.tree import StateError
 
 
-class Batches:
+class ResumableBatches:
     """The batches of a loader from `accelerator.prepare`, epoch after epoch and without an end."""
 
     def __init__(self, session: Session, loader: Any) -> None:

@@ -58,12 +58,12 @@ def fit(
     kept = [one for one in trainer.callbacks if not isinstance(one, Checkpoint)]
     if len(kept) < len(trainer.callbacks):
         log.info("checkpoint callbacks of Lightning have no effect: `checkpoint` in the spec decides when to save")
-    trainer.callbacks = [HoldfastCallback(trainer, current, dict(state or {})), *kept]
+    trainer.callbacks = [ResumingCallback(trainer, current, dict(state or {})), *kept]
     trainer.fit(model, *arguments, **named)
     current.export(model)
 
 
-class HoldfastCallback(Callback):
+class ResumingCallback(Callback):
     """Restores at the beginning, seeds epochs and steps, and reports each step to the session. The first callback."""
 
     def __init__(self, trainer: pl.Trainer, current: ManagedSession, more: dict[str, Any]) -> None:
@@ -216,7 +216,7 @@ class _Position:
 
     def _callbacks(self) -> dict[str, Callback]:
         callbacks = self._trainer.callbacks
-        return {one.state_key: one for one in callbacks if not isinstance(one, HoldfastCallback)}
+        return {one.state_key: one for one in callbacks if not isinstance(one, ResumingCallback)}
 
 
 def _iterate_from(fetcher: Any, batches: int) -> None:

@@ -8,7 +8,7 @@ from mine import loader, model
 from torch.nn.functional import cross_entropy
 
 import holdfast  # +
-from holdfast.integrations.accelerate import Batches  # +
+from holdfast.integrations.accelerate import ResumableBatches  # +
 
 steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20
 session = holdfast.session(seed=7)  # +
@@ -17,7 +17,7 @@ network = model()
 optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
 network, optimizer, batches, schedule = accelerator.prepare(network, optimizer, loader(), schedule)
-batches = Batches(session, batches)  # +
+batches = ResumableBatches(session, batches)  # +
 
 step = session.restore(model=network, optimizer=optimizer, schedule=schedule, batches=batches, steps=steps)  # +
 for points, classes in batches:  # epoch after epoch, without an end
