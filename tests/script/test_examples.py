@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.code.script import publish_script
+from holdfast.code.resolve import publish_code
 from holdfast.components.train.script import train_script
 from holdfast.launch.launches import read_exits
 from holdfast.pipelines.paths import load_spec
@@ -104,7 +104,7 @@ def test_a_run_of_an_example_that_is_stopped_and_killed_ends_with_the_bits_of_a_
         file.write(TROUBLE)
     store = opened(f"file://{tmp_path / 'store'}")
     spec = load_spec(folder / "spec.yaml", ["train.arguments=['12']"])
-    publish_script(spec, store)
+    publish_code(spec, store)
     calm = train_script(spec, store, salt="calm")
     for name in ("term", "kill"):
         (tmp_path / name).touch()
