@@ -49,11 +49,11 @@ def test_jobs_of_every_scheduler_have_the_digest_and_the_arguments_on_their_comm
 def test_pipelines_of_a_script_begin_with_its_training(spec: Spec) -> None:
     spec = spec.with_overrides({"train.arguments": ["40"]})
     (template,) = argo_objects(spec)
-    (dag,) = (one["dag"] for one in template["spec"]["templates"] if "dag" in one)
-    assert [task["name"] for task in dag["tasks"]] == ["train"]
+    dags = {one["name"]: one["dag"] for one in template["spec"]["templates"] if "dag" in one}
+    assert [task["name"] for task in dags["train-and-register"]["tasks"]] == ["train"]
     pipeline, _ = pipeline_ir(spec)
-    dags = [pipeline["root"], *pipeline["components"].values()]
-    tasks = {name for dag in dags for name in dag.get("dag", {}).get("tasks", {})}
+    parts = [pipeline["root"], *pipeline["components"].values()]
+    tasks = {name for dag in parts for name in dag.get("dag", {}).get("tasks", {})}
     assert {"notify", "train"} <= tasks
     assert not {"preprocess", "trigger"} & tasks
     given = pipeline["root"]["inputDefinitions"]["parameters"]["spec"]["defaultValue"]
