@@ -18,7 +18,7 @@ from tests.script.gated import Plugins, Script
 from tests.whole import small
 from tests.whole.submitting import Submitter, until
 
-pytestmark = [pytest.mark.drill, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(1800)]
 
 
 @pytest.mark.parametrize("code", [Script, Plugins])
