@@ -60,7 +60,7 @@ class Reward(Function):
     @property
     def title(self) -> str:
         """Its name, for pages and metrics."""
-        return self.name if self.use else self.kind
+        return self.function_name if self.use else self.kind
 
 
 class Grpo(Section):
