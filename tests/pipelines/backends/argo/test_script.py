@@ -28,7 +28,8 @@ def test_code_of_a_user_whose_pod_is_killed_ends_with_the_bits_of_an_undisturbed
     place = Submitter(tmp_path, tmp_path / "home", {"HOLDFAST_LAUNCHER": "local"}, [])
     kind = code(place)
     monkeypatch.setenv("HOLDFAST_HOME", str(place.home))
-    spec = with_absolute_paths(load_spec(place.spec, [*kind.local, *place.overrides[-3:-2]]))
+    (variables,) = (one for one in place.overrides if one.startswith("cluster.environment="))
+    spec = with_absolute_paths(load_spec(place.spec, [*kind.local, variables]))
     namespace = Argo(argo_objects(spec), tmp_path / "pods", place.environment)
     ended: list[Workflow] = []
     template = {"workflowTemplateRef": {"name": f"holdfast-{spec.name}"}}
