@@ -9,7 +9,9 @@ from pathlib import Path
 import mlflow
 import pandas as pd
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from holdfast.code import resolve
 from holdfast.components.evaluate import run as evaluate
@@ -28,6 +30,7 @@ from holdfast.spec.errors import DataError, MissingError, SpecError, UnscorableC
 from holdfast.spec.operations import Evaluation
 from holdfast.store import Store, layout, open_store
 from holdfast.tracking import champion
+from tests.model.tiny_model import END, tokenizer_json
 from tests.script.dag import trained, write_spec
 from tests.tracking.conftest import bare_home, home
 
@@ -316,3 +319,26 @@ def test_an_export_with_names_that_mislead_is_not_registered(
     path = write_spec(tmp_path / "code", "evaluation: {command: [python, always.py]}\n", **{"always.py": ALWAYS})
     with pytest.raises(DataError, match=message):
         registered(store, path, export=lambda folder: (folder / name).write_text("plain"))
+
+
+def test_a_model_of_transformers_is_described_without_loading_it_and_loads_in_mlflow(
+    home: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    def save(folder: Path) -> None:
+        settings = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+        config = LlamaConfig(**settings, num_key_value_heads=2, vocab_size=300, eos_token_id=0, bos_token_id=0)
+        LlamaForCausalLM(config).save_pretrained(folder)
+        (tmp_path / "tokenizer.json").write_text(tokenizer_json(300))
+        PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"), eos_token=END).save_pretrained(folder)
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{home / 'mlflow.db'}")
+    path = write_spec(tmp_path / "code", "evaluation: {command: [python, always.py]}\n", **{"always.py": ALWAYS})
+    uri, export = registered(store, path, export=save)
+    flavor = yaml.safe_load(store.get(f"{export}MLmodel"))["flavors"]["transformers"]
+    assert (flavor["task"], flavor["pipeline_model_type"]) == ("text-generation", "LlamaForCausalLM")
+    pipeline = mlflow.transformers.load_model(uri)
+    weights = load_file(store.local_path(f"{export}model.safetensors"))
+    assert torch.equal(pipeline.model.model.norm.weight.cpu(), weights["model.norm.weight"])
+    assert pipeline("the quick", max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith("the quick")
