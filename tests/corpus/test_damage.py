@@ -169,8 +169,9 @@ def test_a_zstd_file_with_a_long_window_is_read_or_the_window_is_reported(
     ("name", "remedy"),
     [
         ("train.npy", "convert it to .jsonl"),
-        ("a.tar.gz", "unpack it"),
-        ("a.ZIP", "unpack it"),
+        ("a.rar", "unpack it"),
+        ("a.7Z", "unpack it"),
+        ("a.idx", "`format` to megatron"),
         ("a.pdf", "extract its text"),
         ("a.pq", "`format` to parquet"),
     ],
