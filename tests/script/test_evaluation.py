@@ -19,8 +19,13 @@ from holdfast.components.evaluate.checks import checks, decide
 from holdfast.components.evaluate.step import _ExportScorer
 from holdfast.components.register import NotBlessedError
 from holdfast.components.register import run as register
+from holdfast.components.trigger.step import run as decide_retraining
 from holdfast.model.exported import read_record
+from holdfast.pipelines.backends.kubeflow.steps import build
 from holdfast.pipelines.paths import load_spec
+from holdfast.pipelines.runner import plan
+from holdfast.pipelines.table import SCHEDULED_START, edges_of, steps_from
+from holdfast.pipelines.training import training
 from holdfast.pipelines.view.catalog import find_run
 from holdfast.pipelines.view.report import print_run
 from holdfast.scoring import settings_key
@@ -28,6 +33,7 @@ from holdfast.scoring.own import run_command
 from holdfast.scoring.verdict import Opponent, OwnFigures
 from holdfast.spec.errors import DataError, MissingError, SpecError, UnscorableChampionError, UserCodeError
 from holdfast.spec.operations import Evaluation
+from holdfast.steps import STEPS
 from holdfast.store import Store, layout, open_store
 from holdfast.tracking import champion
 from tests.model.tiny_model import END, tokenizer_json
@@ -342,3 +348,33 @@ def test_a_model_of_transformers_is_described_without_loading_it_and_loads_in_ml
     weights = load_file(store.local_path(f"{export}model.safetensors"))
     assert torch.equal(pipeline.model.model.norm.weight.cpu(), weights["model.norm.weight"])
     assert pipeline("the quick", max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith("the quick")
+
+
+def test_a_retraining_is_due_when_the_code_changed(home: Path, store: Store, tmp_path: Path) -> None:
+    path = write_spec(tmp_path / "code", scored())
+    decision = decide_retraining(load_spec(path), store)
+    assert (decision.word, decision.conditions[0].name) == ("due", "no_champion")
+    registered(store, path)
+    decision = decide_retraining(load_spec(path), store)
+    assert (decision.word, decision.conditions[0].name) == ("not_due", "same_model")
+    (path.parent / "train.py").write_text("import holdfast  # changed\n")
+    decision = decide_retraining(load_spec(path), store)
+    assert (decision.word, [one.name for one in decision.conditions if one.due]) == ("due", ["changed_spec"])
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"),
+    [
+        ("", ["train"]),
+        (scored(), ["train", "evaluate", "register"]),
+    ],
+)
+def test_the_dag_of_a_script_ends_where_its_evaluation_is_not_known(
+    tmp_path: Path, text: str, steps: list[str]
+) -> None:
+    spec = load_spec(write_spec(tmp_path / "code", text))
+    assert [node.step for node in plan(spec)] == steps
+    assert plan(spec)[0].before == ()
+    assert list(steps_from(SCHEDULED_START, edges_of(spec))) == [SCHEDULED_START, *steps]
+    compiled = {name.removeprefix("comp-") for name in build(training, spec).pipeline_spec.components}
+    assert compiled & STEPS.keys() == {*steps, "notify"}
