@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from holdfast.rank.randomness import make_deterministic
 from holdfast.rank.session import RankSession
 from holdfast.rank.setup import batches
 from holdfast.rank.state_loading import first_state
+from holdfast.rank.step_evaluation import StepEvaluation, recorded_loss
 from holdfast.rank.worker import speaks
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import exit_code_of
@@ -86,6 +87,8 @@ def replay(
         for box in engine.frozen():
             first().fill([box])
 
+        evaluation: StepEvaluation | None = None
+
         def go_back(step: int) -> Scalars:
             scalars: Scalars = {}
             with ExitStack() as reading:
@@ -103,16 +106,21 @@ def replay(
                 else:
                     first().fill(engine.boxes())
             engine.restored(step, scalars)
+            if evaluation is not None:
+                evaluation.restored(scalars)
             return scalars
 
-        anomalies = Anomalies(spec.training.anomalies, device, go_back(start), go_back=go_back)
+        scalars_of_start = go_back(start)
+        anomalies = Anomalies(spec.training.anomalies, device, scalars_of_start, go_back=go_back)
+        if spec.evaluation is not None:
+            evaluation = StepEvaluation(spec.evaluation, partial(recorded_loss, store, run_id), scalars_of_start)
         fed = BatchDigest(gang, speaks=speaks(spec, gang))
         training, rows = batches(spec, dataset, gang)
         nothing = _NoCheckpoints()
         with results.open("a", encoding="utf-8") as file, Prefetcher(training, rows, start, stop=last) as ahead:
             rows_of = _Recorder(file if gang.rank == 0 else None, fed, BatchSizes.of(spec.training), spec.model.context)
-            session = RankSession(spec, gang, engine, nothing, nothing, anomalies, [rows_of], leave)
-            train(session, fed.record(ahead))
+            session = RankSession(spec, gang, engine, nothing, nothing, anomalies, [rows_of], leave, None, evaluation)
+            train(session, fed.record(ahead), start)
 
 
 class _NoCheckpoints:

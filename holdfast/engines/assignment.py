@@ -18,7 +18,7 @@ from holdfast.spec.cluster import COLLECTIVE_TIMEOUT_MINUTES
 from holdfast.spec.data import Shuffle
 from holdfast.spec.errors import DataError
 from holdfast.spec.model import Model
-from holdfast.spec.operations import Telemetry
+from holdfast.spec.operations import Evaluation, Telemetry
 from holdfast.spec.parallel import Parallel
 from holdfast.spec.rules.objective import objective_name
 from holdfast.spec.training import ObjectiveName, Training
@@ -42,6 +42,7 @@ class Assignment(BaseModel):
     document_masks: bool
     objective: ObjectiveName = "next_token"
     shuffle: Shuffle
+    evaluation: Evaluation | None = None  # while training; None: there is none
     source_weights: tuple[float, ...] | None  # of the mixture; None reads the sources in order
     health_seconds: float | None = None  # limit of the health check before training; None: no check
     health_reason: str = ""  # why there is a health check
@@ -64,6 +65,9 @@ class Assignment(BaseModel):
     def of(cls, spec: Spec, run_id: str, dataset_id: str, first_weights: str = "") -> Assignment:
         """The assignment of a spec."""
         weights = [source.weight for source in spec.data.sources]
+        evaluation = None
+        if spec.evaluation.every_steps is not None:  # ranks call no metrics of user code
+            evaluation = spec.evaluation.model_copy(update={"metrics": ()})
         return cls(
             run_id=run_id,
             dataset_id=dataset_id,
@@ -78,6 +82,7 @@ class Assignment(BaseModel):
             document_masks=spec.data.document_masks,
             objective=objective_name(spec),
             shuffle=spec.data.shuffle,
+            evaluation=evaluation,
             source_weights=None if None in weights else tuple(weight for weight in weights if weight is not None),
             first_weights=first_weights,
         )

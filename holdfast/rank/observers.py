@@ -29,11 +29,12 @@ from holdfast.rank.anomalies import Anomaly
 from holdfast.rank.batch_digest import BatchDigest
 from holdfast.rank.measure.energy_meter import Meter
 from holdfast.rank.measure.throughput import Throughput
+from holdfast.scoring.evaluations import StepScores
 from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.errors import DivergedError
 from holdfast.spec.functions import Function
 from holdfast.telemetry import Row, emit, events, segment
-from holdfast.telemetry.history import OBJECTIVE, PHASE_SECONDS
+from holdfast.telemetry.history import EVALUATION, OBJECTIVE, PHASE_SECONDS
 from holdfast.telemetry.phases import Lap
 
 log = logging.getLogger("holdfast.train")
@@ -91,10 +92,18 @@ class History:
         self._pending: list[FinishedStep] = []
         self._rows: list[Row] = []
         self._system = SystemMetrics(meter)
+        self._scores: dict[str, float] = {}  # of the step before the next row
 
     def on_step(self, finished: FinishedStep) -> None:
         """See Observer."""
         self._pending.append(finished)
+
+    def evaluated(self, scores: StepScores) -> None:
+        """Add the scores of a saved step to the row of the next step."""
+        self._scores = {f"{EVALUATION}{name}": value for name, value in scores.figures.items()}
+        self._scores |= {f"{EVALUATION}step": scores.step}
+        if scores.loss is not None:
+            self._scores[f"{EVALUATION}loss"] = scores.loss
 
     def on_save(self, step: int) -> Mapping[str, str]:
         """See Observer. Returns the rows of all steps since the newest commit. A collective call. Raises DivergedError
@@ -156,7 +165,9 @@ class History:
             "learning_rate": finished.learning_rate,
             "tokens": self._sizes.before(finished.step) * self._context,
             **system,
+            **self._scores,
         }
+        self._scores = {}
         if finished.digest is not None:
             row["state_digest"] = finished.digest
         if (seconds := sum(finished.lap.seconds.values())) > 0:

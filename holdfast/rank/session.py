@@ -20,6 +20,7 @@ from holdfast.rank.observers import FinishedStep, Observer
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import stream_seed
 from holdfast.rank.replicas import require_equal_replicas, state_digest
+from holdfast.rank.step_evaluation import StepEvaluation
 from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.telemetry import phases
 
@@ -71,6 +72,20 @@ class RankSession:
     observers: Sequence[Observer]
     leave: PreemptionSignal
     answers: AnswerBatches | None = None  # of the objective grpo
+    evaluation: StepEvaluation | None = None
+
+    def evaluates(self, done: int) -> bool:
+        """Whether the checkpoint after `done` steps is evaluated."""
+        return self.evaluation is not None and self.evaluation.due(done)
+
+    def evaluate(self, done: int) -> bool:
+        """Wait for the checkpoint after `done` steps, and evaluate it. Returns whether the run ends with it. A
+        collective call."""
+        assert self.evaluation is not None
+        phases.enter("save")
+        self.saves.wait()
+        phases.enter("check", done)
+        return self.evaluation.decide(done)
 
     def compute(self, step: int, rows: NDArray[int64], rate: float) -> StepOutput:
         """Run one optimizer step on this rank's rows of batch `step`. A collective call."""
@@ -121,4 +136,5 @@ class RankSession:
     def scalars(self, done: int) -> dict[str, float | int]:
         """The scalars of the state after `done` steps, in addition to its tensors."""
         answers = {} if self.answers is None else self.answers.scalars()
-        return self.engine.scalars(done) | self.anomalies.scalars() | answers
+        decided = {} if self.evaluation is None else self.evaluation.scalars()
+        return self.engine.scalars(done) | self.anomalies.scalars() | answers | decided

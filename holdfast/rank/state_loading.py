@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -36,6 +36,7 @@ class StateLoader:
     plan: Plan
     replan: bool
     store: Store | None = None  # of the packed base
+    on_rewind: Callable[[Scalars], None] = lambda _: None  # gets the scalars of the state after a rewind
 
     @cached_property
     def _first(self) -> FirstState:
@@ -67,6 +68,7 @@ class StateLoader:
             checkpointer.wait_for_staging()
             self.fill_first(self.engine.boxes())
         self.engine.restored(step, scalars)
+        self.on_rewind(scalars)
         phases.enter("check")
         return scalars
 

@@ -55,6 +55,7 @@ from holdfast.rank.setup import (
     throughput_of,
 )
 from holdfast.rank.state_loading import StateLoader
+from holdfast.rank.step_evaluation import evaluation_of
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import exit_code_of
 from holdfast.runtime.logs import configure_logging
@@ -178,13 +179,26 @@ def work(
             Profiler(store, attempt, active=gang.rank == 0),
         )
         observers += [accounts, profiler, *(map(UserObserver, spec.telemetry.observers) if gang.rank == 0 else ())]
-        session = RankSession(spec, gang, engine, checkpointer, cadence, anomalies, observers, leave, source.answers)
+        session = RankSession(
+            spec,
+            gang,
+            engine,
+            checkpointer,
+            cadence,
+            anomalies,
+            observers,
+            leave,
+            source.answers,
+            evaluation_of(
+                spec, dataset, attempt, checkpointer, history.evaluated, gang=gang, store=store, loader=loader
+            ),
+        )
         # In-flight saves at the end hold a finite state that is equal on all replicas.
         with begun, accounts, profiler, closing(checkpointer), _leaving():
             if checkpointer.near_start is not None:  # no checkpoint yet
                 checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
             with source.steps(start, spec.training.steps) as ahead:
-                train(session, fed.record(ahead))
+                train(session, fed.record(ahead), start)
             if start == spec.training.steps:  # an earlier attempt died between its last commit and the collection
                 checkpointer.collect_garbage(start)
             checkpointer.drop_local_tiers()

@@ -159,6 +159,10 @@ def settings_key(spec: Spec) -> str:
     for metric in settings.get("metrics", ()):
         if metric["name"] is None:
             del metric["name"]
+    for name in ("every_steps", "keep_best", "stop_after"):  # they change no verdict
+        del settings[name]
+    for task in settings["tasks"]:
+        del task["while_training"]
     key = {"version": EVALUATION_VERSION, "settings": settings, "registered_model": spec.registered_model}
     if spec.evaluation.command:
         key["code"] = spec.code  # what a command reaches is not known

@@ -19,7 +19,7 @@ from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.functions import Function
 from holdfast.spec.rollout import Grpo
 from holdfast.spec.section import Role, Section, role_of
-from holdfast.spec.training import Ema, Training
+from holdfast.spec.training import Ema
 from holdfast.spec.tree import Spec
 
 # Raise it by hand whenever a change of the code changes the resulting bits of a run.
@@ -85,7 +85,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         del fields["training"]["distillation"]["temperature"]  # run ids are older than the field
     if spec.training.optimizer.kind == "adamw":
         del fields["training"]["optimizer"]["kind"]  # it was the only kind when run ids were introduced
-    _drop_unused(fields["training"], spec.training)
+    _drop_unused(fields, spec)
     objective = spec.training.objective
     fields["training"]["objective"] = objective.kind
     if objective.is_own:
@@ -112,19 +112,25 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
 _YOUNGER: Mapping[str, tuple[str, ...]] = {"optimizer": ("groups", "muon"), "schedule": ("decay_steps", "decay_shape")}
 
 
-def _drop_unused(fields: dict[str, Any], training: Training) -> None:
+def _drop_unused(fields: dict[str, Any], spec: Spec) -> None:
+    training, evaluation = spec.training, spec.evaluation
+    if evaluation.decides:
+        fields["evaluation"] |= {name: getattr(evaluation, name) for name in ("every_steps", "max_tokens")}
+    else:
+        del fields["evaluation"]
     for name, younger in _YOUNGER.items():
         section = getattr(training, name)
         for field in younger:
             if getattr(section, field) == type(section).model_fields[field].get_default(call_default_factory=True):
-                del fields[name][field]
+                del fields["training"][name][field]
     for number, reward in enumerate(training.grpo.rewards):
         if reward.use:
-            fields["grpo"]["rewards"][number] |= function_identity(f"training.grpo.rewards.{number}", reward)
+            identity = function_identity(f"training.grpo.rewards.{number}", reward)
+            fields["training"]["grpo"]["rewards"][number] |= identity
     if training.grpo == Grpo():
-        del fields["grpo"]
+        del fields["training"]["grpo"]
     if training.ema == Ema():
-        del fields["ema"]
+        del fields["training"]["ema"]
 
 
 def _script_run_id(spec: Spec, salt: str) -> str:

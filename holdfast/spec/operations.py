@@ -30,6 +30,7 @@ class Task(Section):
     )
     shots: int = runtime_field(0, "Solved examples before each question.", ge=0, le=100)
     examples: int | None = runtime_field(None, "Number of questions, from the first. Default: all.", ge=1)
+    while_training: bool = runtime_field(False, "Also score the task after each multiple of `evaluation.every_steps`.")
 
 
 class Metric(Function):
@@ -118,6 +119,29 @@ class Evaluation(Section):
     sample_tokens: int = runtime_field(64, "Length of each continuation, in tokens.", ge=1, le=4096)
     temperature: float = runtime_field(0.8, "Sampling temperature; 0 always takes the most likely token.", ge=0, le=10)
     tasks: tuple[Task, ...] = runtime_field((), "Downstream tasks to score.", max_length=100)
+    every_steps: int | None = runtime_field(
+        None,
+        "Also measure the held-out loss while training, after each multiple of this many steps. Each of these steps is "
+        "saved as a checkpoint. Default: never.",
+        ge=1,
+        le=10**9,
+    )
+    keep_best: bool = Field(
+        False,
+        description="Pin the checkpoint with the lowest held-out loss among those measured at `every_steps`. It is "
+        "exported, judged and registered instead of the last one.",
+    )
+    stop_after: int | None = Field(
+        None,
+        ge=1,
+        le=10**6,
+        description="End training after this many consecutive evaluations at `every_steps` without a lower loss.",
+    )
+
+    @property
+    def decides(self) -> bool:
+        """Whether evaluations while training decide which state the run ends with."""
+        return self.keep_best or self.stop_after is not None
 
 
 class Registration(Section):

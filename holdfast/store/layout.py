@@ -32,6 +32,7 @@ runs/<run-id>/run.json                        the run's metadata: spec, dataset 
               export/step-000001200-<state digest>.json  the digests of its files; .mlflow.json: of those for MLflow
               result.json                     training finished: the final checkpoint and export
               evaluations/<key>.json + .html  the verdict and its report
+              scores/step-<N>.json            the scores of a checkpoint, measured while training
               registrations/<key>.json        the registered model version
               blessings/<digest>.json         the verdict that blessed it
 names/<name>/<run-id>                         mark of a run or a sweep started or submitted under this name: an index
@@ -242,6 +243,11 @@ def result(run_id: str) -> str:
 def verdict(run_id: str, key: str, suffix: str = "json") -> str:
     """The verdict (json) or the report (html) of an evaluation; `key` identifies its settings."""
     return run(run_id, f"evaluations/{key}.{suffix}")
+
+
+def step_scores(run_id: str, step: int) -> str:
+    """The scores of the checkpoint at `step`, measured while training."""
+    return run(run_id, f"scores/step-{step:09d}.json")
 
 
 def registration(run_id: str, key: str) -> str:

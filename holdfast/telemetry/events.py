@@ -242,6 +242,21 @@ class AnomalyFound(BaseEvent):
         return True
 
 
+class StepEvaluated(BaseEvent):
+    """A checkpoint was scored while the run trains; see evaluation.every_steps."""
+
+    kind: Literal["step_evaluated"] = "step_evaluated"
+    step: int  # of the checkpoint
+    loss: float | None = None  # held out, in nats per token; None: not finite
+    tasks: dict[str, float] = Field(default_factory=dict)  # by task.NAME.METRIC
+
+    @property
+    def text(self) -> str:
+        """See BaseEvent."""
+        figures = "".join(f", {name} {value:.4f}" for name, value in self.tasks.items())
+        return f"step {self.step}: held-out loss {rounded(self.loss, 4)}{figures}"
+
+
 class RankEnded(BaseEvent):
     """A rank exits with a code of the table. A killed rank emits no such event."""
 
@@ -421,6 +436,7 @@ Event = (
     | SaveFailed
     | CheckpointQuarantined
     | AnomalyFound
+    | StepEvaluated
     | RankEnded
     | HangDetected
     | StragglerDetected

@@ -39,6 +39,7 @@ Row = dict[str, Any]
 Lineage = Sequence[tuple[int, int]]
 PHASE_SECONDS = "phase_seconds."
 OBJECTIVE = "objective."
+EVALUATION = "evaluation."  # scores of an earlier step, `evaluation.step`
 
 PURE_FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")  # equal in every attempt, bit for bit
 READ_BYTES = 16 * 2**20  # limit of segments that are read together

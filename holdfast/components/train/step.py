@@ -49,6 +49,7 @@ from holdfast.rank.health_gate import health_check_request
 from holdfast.runtime.environment import cache_dir, in_step_pod, log_dir
 from holdfast.runtime.shutdown import request_shutdown
 from holdfast.scoring import require_tasks
+from holdfast.scoring.evaluations import best_step
 from holdfast.script.assignment import ScriptAssignment
 from holdfast.spec import ExitCode, HoldfastError, Spec, run_id
 from holdfast.spec.batch_sizes import BatchSizes
@@ -237,7 +238,7 @@ def _describe(ending: GangExit, identity: str, advice: str) -> str:
 
 def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> TrainingResult:
     """Export the final checkpoint and write the result. Every writer produces the same bytes."""
-    manifest = read_manifest(store, identity, spec.training.steps)
+    manifest = read_manifest(store, identity, _final_step(spec, identity, store))
     dataset = Dataset.open(store, dataset_id, cache_dir())
     export_digest = export(spec, manifest, dataset, store)
     attempts = [number for number, _ in list_attempts(store, identity)]
@@ -258,6 +259,17 @@ def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> Trainin
     )
     store.put_if_absent(layout.result(identity), result.model_dump_json(indent=2).encode())
     return result
+
+
+def _final_step(spec: Spec, identity: str, store: Store) -> int:
+    """The step of the checkpoint that a trained run results in: the last one, or the best one of its evaluations."""
+    evaluation, last = spec.evaluation, spec.training.steps
+    if evaluation.every_steps is None or not evaluation.decides:
+        return last
+    if evaluation.stop_after is not None:
+        last = newest_step(store, identity) or last
+    best = best_step(store, identity, evaluation.every_steps, last) if evaluation.keep_best else None
+    return best or last
 
 
 def _with_export(spec: Spec, finished: TrainingResult, store: Store) -> TrainingResult:
@@ -282,7 +294,7 @@ def _last_loss(store: Store, identity: str, step: int) -> float:
     no step has a finite loss."""
     for after in (step - 1, 0):
         for row in reversed(read_history(store, identity, after=after)):
-            if row["loss"] is not None:
+            if row["loss"] is not None and row["step"] <= step:
                 return float(row["loss"])
     raise DivergedError(f"run {identity}: no step had a finite loss. Lower training.optimizer.learning_rate")
 

@@ -57,12 +57,34 @@ def check_evaluation(spec: Spec) -> Iterator[Problem]:
                 f"is listed twice with the metric {question[1]}",
                 "keep one of them, because results are identified by task and metric",
             )
+    yield from _check_step_evaluation(spec)
     for name in ("sample_tokens", "temperature"):
         value = getattr(evaluation, name)
         if not evaluation.prompts and value != type(evaluation).model_fields[name].default:
             yield Problem(
                 f"evaluation.{name}", value, "is not used without prompts", "remove it, or give evaluation.prompts"
             )
+
+
+def _check_step_evaluation(spec: Spec) -> Iterator[Problem]:
+    """Decisions and tasks while training need evaluations, of a model that one checkpoint holds whole."""
+    evaluation = spec.evaluation
+    if evaluation.every_steps is None:
+        unused = {"keep_best": evaluation.keep_best, "stop_after": evaluation.stop_after}
+        unused |= {f"tasks.{index}.while_training": task.while_training for index, task in enumerate(evaluation.tasks)}
+        for name, value in unused.items():
+            if value:
+                yield Problem(f"evaluation.{name}", value, "has no evaluations", "give evaluation.every_steps")
+        return
+    if evaluation.every_steps > spec.training.steps:
+        message = f"is above training.steps = {spec.training.steps}, so nothing is evaluated"
+        yield Problem("evaluation.every_steps", evaluation.every_steps, message, f"use {spec.training.steps} at most")
+    if spec.data.kind == "prompts":
+        message = "is not supported with data.kind: prompts, whose held-out text has no targets"
+        yield Problem("evaluation.every_steps", evaluation.every_steps, message, "remove it")
+    if spec.training.lora.rank is not None:
+        message = "is not supported with adapters (training.lora), whose checkpoints hold no whole model"
+        yield Problem("evaluation.every_steps", evaluation.every_steps, message, "remove it, or remove training.lora")
 
 
 # Rules of `serving`, and of `store`.
