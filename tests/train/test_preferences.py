@@ -43,7 +43,7 @@ STAGES = ("parallel.pipeline=2", "model.tie_embeddings=false", "training.micro_b
 BETA, RATE, STEPS, CONTEXT = 0.5, 0.02, 3, 16
 # Two ranks that split the model or its rows. The first ones are in every test run.
 SPLIT = (
-    (*EXPERTS, *TENSOR), (*LABELS, *SEQUENCES), (*LABELS, *LORA, *STAGES), (*REWARD, *TENSOR),
+    (*REWARD, *LORA, *TENSOR), (*EXPERTS, *TENSOR), (*LABELS, *SEQUENCES), (*LABELS, *LORA, *STAGES),
     TENSOR, SEQUENCES, (*STAGES, "parallel.schedule=gpipe"), (*EXPERTS, *STAGES),
     (*EXPERTS, "parallel.expert=2", "parallel.strategy=fsdp"), (*LABELS, *TENSOR),
     (*LABELS, *STAGES), (*ODDS, *SEQUENCES), (*ODDS, *TENSOR),
