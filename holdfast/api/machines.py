@@ -12,11 +12,11 @@ from holdfast.spec import Spec
 from holdfast.spec.errors import Problem, SpecError, UsageError
 
 if TYPE_CHECKING:
-    from holdfast.components.train.exactness import Exactness
     from holdfast.health import Report
     from holdfast.pipelines.chaos.compare import Chaos
     from holdfast.pipelines.doctor import Finding
     from holdfast.planning.calibration import Calibration
+    from holdfast.telemetry.exactness import Exactness
 
 MEASURED = ("cpu", "nvidia", "amd")  # kinds of accelerators that `calibrate` can synchronize with
 
@@ -141,7 +141,7 @@ def chaos(
 
 def verify(spec: Path, *, overrides: Sequence[str] = (), steps: int = 8, resume_at: int | None = None) -> Exactness:
     """Run the training script of a spec for some steps on this machine, without and with a stop, and compare the bits.
-    `resume_at` is the step of the stop; default: the middle. The runs are kept nowhere."""
+    `resume_at` is the step of the stop; default: the middle, and the end of an epoch. The runs are kept nowhere."""
     from holdfast.code.resolve import publish_code
     from holdfast.components.train.exactness import verify_script
     from holdfast.pipelines.paths import load_spec
@@ -151,13 +151,12 @@ def verify(spec: Path, *, overrides: Sequence[str] = (), steps: int = 8, resume_
     checked_spec = load_spec(spec, overrides)
     if checked_spec.train.script is None:
         raise UsageError("has no training script", "SPEC", "use `holdfast chaos` for Holdfast's own loop")
-    stop = steps // 2 if resume_at is None else resume_at
-    if not 0 < stop < steps:
-        raise UsageError(f"{stop} is not between 0 and {steps}", "--resume-at", "stop within the steps")
+    if resume_at is not None and not 0 < resume_at < steps:
+        raise UsageError(f"{resume_at} is not between 0 and {steps}", "--resume-at", "stop within the steps")
     with temporary_folder() as folder:
         store = open_store(f"file://{folder}/store")
         publish_code(checked_spec, store)
-        return verify_script(checked_spec, store, steps, stop)
+        return verify_script(checked_spec, store, steps, resume_at)
 
 
 def run_with_faults(wanted: Chaos, tell: Callable[[object], None] = lambda _: None) -> Chaos:

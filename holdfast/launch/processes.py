@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NoReturn, Self
 
 PARENT_VARIABLE = "HOLDFAST_PARENT"  # the parent's process id: the kernel does not report a death before the request
+PRELOAD_VARIABLE = "HOLDFAST_PRELOAD"  # modules of the user, with spaces between, to import before processes are forked
 _PR_SET_PDEATHSIG = 1
 _MESSAGE = 1 << 20  # bytes of a request: arguments and environment
 _STATUS = struct.Struct("i")
@@ -276,8 +277,14 @@ class _Serving:
 
 def _import(modules: Sequence[str]) -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's; it would start threads during the import
+    os.environ.setdefault("JE_ARROW_MALLOC_CONF", "background_thread:false")  # pyarrow's, which `preload` may import
     for module in modules:
         importlib.import_module(module)
+    for module in os.environ.get(PRELOAD_VARIABLE, "").split():
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # noqa: BLE001 - code of the user; its script names the cause again
+            print(f"train.preload: {module} cannot be imported, and is left out: {error}", file=sys.stderr)  # noqa: T201
     if (threads := len(os.listdir("/proc/self/task"))) > 1:  # noqa: PTH208
         raise RuntimeError(f"{threads} threads run after the import of {', '.join(modules)}: nothing can be forked")
 

@@ -24,6 +24,7 @@ from holdfast.telemetry import Event, Row, read_history
 from holdfast.telemetry.cost import Cost, cost
 from holdfast.telemetry.events import AttemptBegan, Progress
 from holdfast.telemetry.history import OBJECTIVE, PHASE_SECONDS
+from holdfast.telemetry.exactness import read_exactness
 from holdfast.telemetry.ledger import CLASSES, Class, Ledger, ledger
 from holdfast.telemetry.phases import STEP_PHASES
 
@@ -103,6 +104,8 @@ def draw_training(
         tiles.append(("Tokens", number(tokens), f"in {step:,} steps"))
     else:
         tiles.append(("Steps", f"{step:,}", "done"))
+        if (exactness := read_exactness(store, run_id)) is not None:
+            tiles.append(("Resumption", "exact" if exactness.is_exact else "not verified", exactness.text))
     attempts = len({event.attempt for event in events if isinstance(event, AttemptBegan)})
     tiles.append(("Attempts", str(result.get("attempts", attempts)), "gangs that formed"))
     if speed:

@@ -51,9 +51,11 @@ class ScriptHistory:
         else:
             log.warning("metrics of step %d came after it was saved, and are left out: %s", step, ", ".join(checked))
 
-    def add(self, step: int, metrics: Metrics, digest: str | None, lap: Lap) -> None:
-        """Add the row of a finished step."""
+    def add(self, step: int, metrics: Metrics, digest: str | None, lap: Lap, epoch: int | None = None) -> None:
+        """Add the row of a finished step. `epoch` is in it if the loop has epochs."""
         row: Row = {"step": step, "time": time.time()}
+        if epoch is not None:
+            row["epoch"] = epoch
         if digest is not None:
             row["state_digest"] = digest
         if (seconds := sum(lap.host.values())) > 0:

@@ -45,6 +45,7 @@ class Session:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.epoch = 0  # the script sets it: part of the key of what a fetch draws
+        self._has_epochs = False  # whether the loop said so by `begin_epoch`
         self.seed = seed or 0
         self._seeds = seed is not None
         self._seed_rank = self.rank if seed_rank is None else seed_rank
@@ -94,7 +95,7 @@ class Session:
     def begin_epoch(self, epoch: int) -> None:
         """Seed the beginning of an epoch, such as the base seed of loader workers. What a fetch draws depends on the
         epoch from here on."""
-        self.epoch = epoch
+        self.epoch, self._has_epochs = epoch, True
         if self._seeds:
             seed_all(self.seed, "epoch", epoch, self._seed_rank)
 

@@ -177,7 +177,7 @@ class ManagedSession(Session):
             parts = self._gang.all_gather(digest_of(self._state.saved(held)), StateDigest)
             state_digest = str(sum(parts, StateDigest()))
         lap = phases.lap()
-        self._history.add(step, metrics, state_digest, lap)
+        self._history.add(step, metrics, state_digest, lap, self.epoch if self._has_epochs else None)
         self._accounts.on_step(_Timed(step, lap))
         leaving = self._launched.leave.all_ranks_stopping()
         if step == self._assignment.stop_at:

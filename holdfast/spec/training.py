@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from holdfast.spec.functions import USE, Function
 from holdfast.spec.rollout import Grpo
@@ -368,3 +368,33 @@ class Script(Section):
         "script, within `cluster.restarts`.",
     )
     log_every: int = runtime_field(10, "Steps between two progress lines.", ge=1)
+    verify_steps: int = runtime_field(
+        8,
+        "With `determinism: exact`, the script is verified once before its first launch: it makes this many steps, "
+        "also with a stop and a resume, and the bits are compared. 0: not verified. See "
+        "[Your own code](your-own-code.md).",
+        ge=0,
+        le=1000,
+    )
+    preload: tuple[str, ...] = runtime_field(
+        (),
+        "Modules that are imported once on each node, before the ranks are forked, such as `transformers.trainer`. Ranks "
+        "then start without these imports. A module that cannot be imported, or starts threads, is left out with a "
+        "warning.",
+        max_length=20,
+    )
+
+    @field_validator("verify_steps")
+    @classmethod
+    def _at_least_a_step_before_and_after_a_stop(cls, value: int) -> int:
+        if value == 1:
+            raise ValueError("1 step cannot be stopped in the middle; give 2 or more, or 0")
+        return value
+
+    @field_validator("preload")
+    @classmethod
+    def _names_of_modules(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not all(part.isidentifier() for part in name.split(".")):
+                raise ValueError(f"{name!r} is no name of a module")
+        return value

@@ -30,6 +30,7 @@ runs/<run-id>/run.json                        the run's metadata: spec, dataset 
               rollouts/000000012/00003-<digest>.json  the answers of lot 3 that step 12 is the first to learn from
               export/step-000001200-<state digest>/      Hugging Face layout, and MLflow's additional files
               export/step-000001200-<state digest>.json  the digests of its files; .mlflow.json: of those for MLflow
+              exactness.json                  a training script was verified: whether it resumed with equal bits
               result.json                     training finished: the final checkpoint and export
               evaluations/<key>.json + .html  the verdict and its report
               scores/step-<N>.json            the scores of a checkpoint, measured while training
@@ -111,6 +112,11 @@ def began(run_id: str, attempt: int) -> str:
 def ending(run_id: str, launch: int) -> str:
     """The end of a launch."""
     return f"{launches(run_id)}{launch:06d}.ending.json"
+
+
+def exactness(run_id: str) -> str:
+    """The result of verifying the training script of a run."""
+    return run(run_id, "exactness.json")
 
 
 def micro_batch(run_id: str, plan: str, candidate: int | None = None) -> str:

@@ -16,14 +16,24 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.checkpoint import Attempt, Checkpointer, Retention
+from holdfast.code.script import publish_script
 from holdfast.collectives import Gang
-from holdfast.components.train.exactness import Exactness, compare_runs
+from holdfast.components.train.exactness import compare_runs, stops_of
+from holdfast.components.train.script import train_script
+from holdfast.launch.launches import newest_launch
+from holdfast.pages import draw_training
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.paths import load_spec
 from holdfast.script.seeding import key_fetches
+from holdfast.pipelines.view.catalog import find_run
+from holdfast.pipelines.view.report import print_run
+from holdfast.runtime.exits import code_of
 from holdfast.script.state import ScriptState
-from holdfast.spec import ExitCode
-from holdfast.spec.errors import NotExactError
+from holdfast.spec import ExitCode, Spec, run_id
+from holdfast.spec.errors import HoldfastError, NotExactError
+from holdfast.store import Store
+from holdfast.telemetry import read_events
+from holdfast.telemetry.exactness import Resumption, read_exactness
 from tests.checkpoint.saving import DESCRIBE, opened
 from tests.script.launched import run_script
 
@@ -79,7 +89,7 @@ def test_a_fetch_draws_by_its_samples_and_leaves_the_generators(monkeypatch: pyt
     assert drawn([0, 1, 2, 3]) != first
 
 
-def verified(url: str, fault: str) -> Exactness:
+def verified(url: str, fault: str) -> Resumption:
     """Compare a calm run with one that stops at step 3."""
     for run, stops in (("calm", [6]), ("stopped", [3, 6])):
         for stop_at in stops:
@@ -89,7 +99,7 @@ def verified(url: str, fault: str) -> Exactness:
 
 def test_an_exact_script_is_equal_in_metrics_and_state(tmp_path: Path) -> None:
     result = verified(f"file://{tmp_path}", "")
-    assert result == Exactness(6, 3)
+    assert result == Resumption(steps=6, resumed_at=3)
     result.require()
 
 
@@ -116,6 +126,124 @@ def test_a_difference_in_the_state_of_one_rank_is_named(tmp_path: Path) -> None:
     assert compare_runs(store, "calm", "stopped", 8, 4).values == ("loader.position: 4 and 3",)
 
 
+def test_the_stops_of_a_verification_are_within_and_at_the_end_of_an_epoch() -> None:
+    rows = [{"step": step, "epoch": (step - 1) // 4} for step in range(1, 9)]
+    assert stops_of(rows, 8) == [3, 4]
+    assert stops_of([{"step": step} for step in range(1, 9)], 8) == [4]
+
+
+EPOCHS = """
+import sys
+import torch
+import holdfast
+
+session = holdfast.session(seed=3)
+model, average = torch.nn.Linear(4, 4), {"loss": 0.0}
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+kept = {} if FAULT == "forgotten average" else {"average": average}
+start = session.restore(model=model, optimizer=optimizer, steps=6, **kept)
+for step in range(0 if FAULT == "loop at 0" else start, 6):
+    if step % 2 == 0 or step == start:
+        session.begin_epoch(step // 2)
+        session.begin_step()
+    loss = model(torch.randn(2, 4)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    average["loss"] = 0.5 * average["loss"] + loss.item()
+    session.step(step + 1, loss=loss, average=average["loss"])
+"""
+
+
+def epochs_spec(folder: Path, store: Store, fault: str = "") -> Spec:
+    folder.mkdir()
+    (folder / "train.py").write_text(f"FAULT = {fault!r}\n{EPOCHS}")
+    train = "{script: train.py, determinism: exact, verify_steps: 5, preload: [json, no_such_module]}"
+    (folder / "spec.yaml").write_text(f"name: epochs\ntrain: {train}\ncheckpoint: {{every_steps: 2}}\n")
+    spec = load_spec(folder / "spec.yaml")
+    publish_script(spec, store)
+    return spec
+
+
+@pytest.mark.slow  # six launches
+def test_an_exact_script_is_verified_once_before_its_first_launch(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    store = opened(f"file://{tmp_path / 'store'}")
+    spec = epochs_spec(tmp_path / "code", store)
+    result = train_script(spec, store)
+    exactness = read_exactness(store, result.run_id)
+    assert exactness is not None
+    assert exactness.is_exact
+    assert [(one.resumed_at, one.steps) for one in exactness.resumptions] == [(3, 5), (2, 5)]
+    assert "train.preload: no_such_module cannot be imported" in capfd.readouterr().err
+    assert {info.key.split("/")[1] for info in store.list("runs/")} == {result.run_id}
+    assert result.attempts == 1
+    print_run(find_run(store, result.run_id), store)
+    assert "resumed at step 3 and 2, equal at step 5" in capfd.readouterr().out
+    page = draw_training(spec, result.run_id, store, read_events(store, result.run_id))
+    assert "resumed at step 3 and 2, equal at step 5" in page
+
+
+@pytest.mark.slow  # three launches
+@pytest.mark.parametrize(
+    ("fault", "message", "code"),
+    [
+        ("forgotten average", r"average of step 4 \(after the resume\)", ExitCode.NOT_EXACT),
+        ("loop at 0", r"session\.step\(1\) follows step 3.*start = session\.restore", ExitCode.USER_CODE),
+    ],
+)
+def test_a_script_that_does_not_resume_exactly_is_not_trained(
+    fault: str, message: str, code: ExitCode, tmp_path: Path
+) -> None:
+    store = opened(f"file://{tmp_path / 'store'}")
+    spec = epochs_spec(tmp_path / "code", store, fault)
+    with pytest.raises(HoldfastError, match=message) as error:
+        train_script(spec, store)
+    assert code_of(error.value) == code
+    assert not newest_launch(store, run_id(spec, ""))
+
+
+class Noise(torch.utils.data.Dataset[torch.Tensor]):
+    """Samples from a generator of their own, without a seed in a worker."""
+
+    generator = torch.Generator()
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if torch.utils.data.get_worker_info() is not None:
+            self.generator.seed()
+        return torch.randn(4, generator=self.generator)
+
+
+def worker_loop(workers: int) -> None:
+    """A loop over a loader whose workers draw from a generator of their own."""
+    session = holdfast.session(seed=3)
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    start = session.restore(model=model, optimizer=optimizer, steps=6)
+    loader = torch.utils.data.DataLoader(Noise(), batch_size=2, num_workers=workers)
+    for step, batch in enumerate(loader):
+        if step < start:
+            continue
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        session.step(step + 1, loss=loss)
+
+
+def test_a_worker_without_a_seed_is_named(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}"
+    for run, stops in (("calm", [6]), ("stopped", [3, 6])):
+        for stop_at in stops:
+            run_script(url, run, worker_loop, 1, stop_at=stop_at)
+    with pytest.raises(NotExactError, match=r"loss of step 1 \(before the stop\).*tensors: model/bias"):
+        compare_runs(opened(url), "calm", "stopped", 6, 3).require()
+
+
+@pytest.mark.slow  # three launches of two ranks
 def test_the_example_of_a_bare_loop_is_exact() -> None:
     result = CliRunner().invoke(app, ["verify", str(EXAMPLES / "loop" / "spec.yaml"), "--steps", "4"])
     assert result.exit_code == ExitCode.OK, result.output

@@ -6,80 +6,116 @@ and plain values after the last step are compared.
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from itertools import pairwise
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.checkpoint.lineage import newest_step
 from holdfast.checkpoint.tools.difference import differences
-from holdfast.components.train.script import nothing_saved
 from holdfast.components.train.step import run_gang
 from holdfast.launch import choose_launcher
+from holdfast.launch.launches import newest_launch
 from holdfast.runtime.environment import log_dir
 from holdfast.script.assignment import ScriptAssignment
 from holdfast.script.state import TREE
 from holdfast.script.tree import StateError, differing_paths, from_bytes
 from holdfast.spec import Spec, run_id
-from holdfast.spec.errors import NotExactError
-from holdfast.store import Store
+from holdfast.store import Store, layout
 from holdfast.telemetry import Row, read_history
+from holdfast.telemetry.exactness import Exactness, Resumption, read_exactness, write_exactness
 
-_SHOWN = 5
+log = logging.getLogger("holdfast.train")
+
 # Fields of a row that are measured, and differ from attempt to attempt.
 _MEASURED = ("time", "step_seconds", "system.", "phase_seconds.")
 
 
-@dataclass(frozen=True)
-class Exactness:
-    """Result of a verification."""
-
-    steps: int
-    resumed_at: int
-    rows: tuple[str, ...] = ()  # metrics that differ, in words
-    values: tuple[str, ...] = ()  # paths of plain values that differ, in words
-    tensors: tuple[str, ...] = ()  # names of tensors that differ
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether nothing differs."""
-        return not (self.rows or self.values or self.tensors)
-
-    def require(self) -> None:
-        """Raises NotExactError with the first differences and the likely cause."""
-        if self.is_exact:
-            return
-        named = {"metrics": self.rows, "values": self.values, "tensors": self.tensors}
-        found = "; ".join(f"{kind}: {', '.join(names[:_SHOWN])}" for kind, names in named.items() if names)
-        raise NotExactError(
-            f"resumed at step {self.resumed_at}, the script differs from an undisturbed run by step {self.steps}. "
-            f"{found}. Give session.restore every object that changes in training, draw random numbers only from "
-            "torch, numpy, random or session.generator, and read the same data at the same step"
-        )
+def nothing_saved(spec: Spec) -> str:
+    """The warning for a script that ended without a checkpoint."""
+    return (
+        f"{spec.train.script} saved nothing: it never called session.restore and session.step, so a failure starts it "
+        "from the beginning; add the lines of docs/your-own-code.md"
+    )
 
 
-def verify_script(spec: Spec, store: Store, steps: int, resume_at: int) -> Exactness:
-    """Run the script of a spec for `steps` steps without and with a stop after `resume_at` steps, and compare. Raises
-    what `run_gang` raises, and StateError for a script that makes fewer steps."""
+def verify_script(spec: Spec, store: Store, steps: int, resume_at: int | None = None, salt: str = "") -> Exactness:
+    """Run the script of a spec for `steps` steps without and with stops, and compare. Without `resume_at` it stops in
+    the middle, and, in another run, at the end of an epoch. A shorter script is verified for the steps that it makes.
+    The runs are deleted. Raises what `run_gang` raises, and StateError for a script that is too short."""
     train = spec.train.model_copy(update={"determinism": "exact"})
     checkpoint = spec.checkpoint.model_copy(update={"digest_every": 1})
     spec = spec.model_copy(update={"train": train, "checkpoint": checkpoint})
-    calm, stopped = (run_id(spec, "", salt) for salt in ("calm", "stopped"))
-    for identity, stop_at in ((calm, steps), (stopped, resume_at), (stopped, steps)):
-        launcher = choose_launcher(spec, log_dir(identity))
-        with launcher.only_one(identity):
-            assignment = ScriptAssignment.of(spec, identity).model_copy(update={"stop_at": stop_at})
-            run_gang(spec, assignment, store, launcher)
-        if (reached := newest_step(store, identity)) is None:
-            raise StateError(nothing_saved(spec))
-        if reached != stop_at:
-            raise StateError(
-                f"the script ended at step {reached}, before step {stop_at}: verify fewer steps, or give session.step "
-                "each step"
-            )
-    return compare_runs(store, calm, stopped, steps, resume_at)
+
+    calm, *stopped = (run_id(spec, "", f"{salt} {name}") for name in ("calm", "stopped", "stopped after an epoch"))
+    launcher = choose_launcher(spec, log_dir(calm))
+
+    def run(identity: str, stop_at: int) -> int | None:
+        assignment = ScriptAssignment.of(spec, identity).model_copy(update={"stop_at": stop_at})
+        run_gang(spec, assignment, store, launcher)
+        return newest_step(store, identity)
+
+    with ExitStack() as locks:  # one launcher, whose server keeps what it has imported
+        for identity in (calm, *stopped):
+            locks.enter_context(launcher.only_one(identity))
+            locks.callback(_delete, store, identity)
+            _delete(store, identity)  # of a verification that was killed
+        if (last := run(calm, steps)) is None:
+            return Exactness(code=str(spec.code), skipped=nothing_saved(spec))
+        if last < max(2, (resume_at or 0) + 1):
+            raise StateError(f"the script ended at step {last}: nothing can be stopped before; give it more steps")
+        stops = [resume_at] if resume_at is not None else stops_of(read_history(store, calm), last)
+        found = []
+        for identity, stop in zip(stopped, stops, strict=False):
+            for stop_at in (stop, last):
+                if (reached := run(identity, stop_at)) != stop_at:
+                    raise StateError(
+                        f"the script ended at step {reached}, and at step {last} before: its length changes"
+                    )
+            found.append(compare_runs(store, calm, identity, last, stop))
+        return Exactness(code=str(spec.code), resumptions=tuple(found))
 
 
-def compare_runs(store: Store, calm: str, stopped: str, steps: int, resume_at: int) -> Exactness:
+def require_verified(spec: Spec, store: Store, identity: str) -> None:
+    """Verify the script of a run with `determinism: exact` before its first launch, once. The result is recorded.
+    Raises NotExactError, and what `verify_script` raises."""
+    steps = spec.train.verify_steps
+    if spec.train.determinism != "exact" or not steps or newest_launch(store, identity):
+        return
+    known = read_exactness(store, identity)
+    if known is not None and (known.is_exact or known.skipped):
+        return
+    log.info("run %s: verifying that %s resumes exactly, for %d steps", identity, spec.train.script, steps)
+    began = time.monotonic()
+    exactness = verify_script(spec, store, steps, salt=identity)
+    write_exactness(store, identity, exactness)
+    if exactness.skipped:
+        log.warning("run %s: %s", identity, exactness.text)
+        return
+    exactness.require()
+    log.info("run %s: %s, in %.0f s", identity, exactness.text, time.monotonic() - began)
+
+
+def stops_of(rows: Sequence[Row], steps: int) -> list[int]:
+    """The steps at which a run of `steps` steps is stopped: one within an epoch, and the end of the first epoch, if the
+    rows say which epoch a step belongs to and there is one."""
+    ends = [
+        one["step"]
+        for one, following in pairwise(rows)
+        if one.get("epoch") != following.get("epoch") and 0 < one["step"] < steps
+    ]
+    within = [step for step in range(1, steps) if step not in ends] or ends
+    middle = min(within, key=lambda step: abs(step - steps // 2))
+    return [middle, *(end for end in ends[:1] if end != middle)]
+
+
+def _delete(store: Store, identity: str) -> None:
+    store.delete_many([info.key for info in store.list(layout.run(identity))])
+
+
+def compare_runs(store: Store, calm: str, stopped: str, steps: int, resume_at: int) -> Resumption:
     """The differences between two runs by their checkpoints of the last step and their rows."""
     one, other = open_checkpoint(store, calm, steps), open_checkpoint(store, stopped, steps)
     found = differences(one, other)
@@ -87,8 +123,12 @@ def compare_runs(store: Store, calm: str, stopped: str, steps: int, resume_at: i
     trees = [name for name in one.tensors if name.partition("/")[0] == TREE and name in other.tensors]  # one per rank
     values = [path for name in trees for path in differing_paths(_plain(one, name), _plain(other, name))]
     named = [name for name in tensors if name not in trees]
-    return Exactness(
-        steps, resume_at, tuple(_rows(store, calm, stopped, resume_at)), tuple(values), tuple(sorted(set(named)))
+    return Resumption(
+        steps=steps,
+        resumed_at=resume_at,
+        rows=tuple(_rows(store, calm, stopped, resume_at)),
+        values=tuple(values),
+        tensors=tuple(sorted(set(named))),
     )
 
 

@@ -8,6 +8,7 @@ import time
 from holdfast.checkpoint import list_attempts, newest_segments, read_manifest
 from holdfast.checkpoint.attempts import attempt_began
 from holdfast.checkpoint.lineage import newest_step
+from holdfast.components.train.exactness import nothing_saved, require_verified
 from holdfast.components.train.following import recorded_training
 from holdfast.components.train.result import ScriptResult, read_script_result
 from holdfast.components.train.step import run_gang
@@ -34,20 +35,13 @@ def train_script(spec: Spec, store: Store, salt: str = "", *, replan: bool = Fal
             log.info("run %s: already trained, step %d", identity, finished.step)
             return finished
         write_run_metadata(store, identity, spec, "", salt)
+        require_verified(spec, store, identity)
         with recorded_training(spec, identity, "", store) as ended:
             run_gang(spec, ScriptAssignment.of(spec, identity), store, launcher, replan)
             result = _finish(spec, identity, store)
             ended(f"step {result.step}")
         log.info("run %s: trained, step %d", identity, result.step)
         return result
-
-
-def nothing_saved(spec: Spec) -> str:
-    """The warning for a script that ended without a checkpoint."""
-    return (
-        f"{spec.train.script} saved nothing: it never called session.restore and session.step, so a failure starts it "
-        "from the beginning; add the lines of docs/your-own-code.md"
-    )
 
 
 def _finish(spec: Spec, identity: str, store: Store) -> ScriptResult:

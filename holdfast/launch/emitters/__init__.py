@@ -12,6 +12,7 @@ from holdfast.launch.emitters import pytorchjob, trainjob, volcano
 from holdfast.launch.emitters.pod import LAUNCH_LABEL, RUN_LABEL, Owner, has_key, key_name, key_secret
 from holdfast.launch.interface import Job
 from holdfast.launch.node.spot_notice import CLOUD
+from holdfast.launch.processes import PRELOAD_VARIABLE
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.functions import code_arguments, rank_functions
 from holdfast.spec.tree import Spec
@@ -60,6 +61,8 @@ def training_job(
         module = "holdfast.script.process"
         own = ["--code", str(spec.code), "--entry", spec.train.script, "--", *spec.train.arguments]
         environment["PYTHONHASHSEED"] = "0"
+        if spec.train.preload:
+            environment[PRELOAD_VARIABLE] = " ".join(spec.train.preload)
     worker = ["-m", module, "--run-id", run_id, "--launch", str(launch), "--store", store, *own]
     return Job(
         name=f"holdfast-{run_id}-{launch}",

@@ -23,7 +23,7 @@ from holdfast.launch.accelerators import ACCELERATORS
 from holdfast.launch.exits import FILE_VARIABLE, as_exit_code, parse_exit_report
 from holdfast.launch.interface import LEAVE_MARGIN, GangExit, Job
 from holdfast.launch.processes import PARENT_VARIABLE as PARENT
-from holdfast.launch.processes import WarmProcess, WarmServer
+from holdfast.launch.processes import PRELOAD_VARIABLE, WarmProcess, WarmServer
 from holdfast.launch.reporting import LaunchLog
 from holdfast.runtime.environment import home, make_folder
 from holdfast.runtime.locks import NO_LOCKS, no_locks
@@ -68,6 +68,7 @@ class LocalLauncher:
         self._logs = logs
         self._gang: LocalGang | None = None
         self._server: WarmServer | None = None
+        self._preloads = True  # whether the modules of `train.preload` can be imported before a fork
         self._stopping = False
         self._grace = 0.0
 
@@ -181,6 +182,8 @@ class LocalLauncher:
             *(job.command[1:2] if job.command[0] == "-m" else ()),
         ]
         environment, fresh = self._environment(job), False
+        if not self._preloads:
+            environment.pop(PRELOAD_VARIABLE, None)
         while not fresh:  # a server may have been killed since the last launch
             try:
                 if fresh := self._server is None:
@@ -190,6 +193,9 @@ class LocalLauncher:
             except OSError as error:
                 log.debug("nothing starts warm: %s", error)
                 self._close_server()
+                if fresh and environment.pop(PRELOAD_VARIABLE, None):
+                    log.warning("train.preload: nothing is preloaded, because a module starts threads or ends Python")
+                    self._preloads = fresh = False
         return None
 
     def close(self) -> None:

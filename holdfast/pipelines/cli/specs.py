@@ -94,29 +94,27 @@ def verify(
     spec: SpecFile,
     steps: Annotated[int, typer.Option(min=2, help="Steps of each run.")] = 8,
     resume_at: Annotated[
-        int | None, typer.Option(min=1, help="Step of the stop, such as the last of an epoch. Default: the middle.")
+        int | None, typer.Option(min=1, help="Step of the stop. Default: the middle, and the end of an epoch.")
     ] = None,
     overrides: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
     """Check that the training script of a spec resumes with the bits of an undisturbed run.
 
-    Runs the script on this machine, in a temporary store: once for all steps, and once with a stop and a resume in a
-    new launch. Ends with 0 if metrics and state are equal, and with 21 if not, and names the differences. It shows
-    nothing about later steps.
+    Runs the script on this machine, in a temporary store: once for all steps, and again with a stop and a resume in a
+    new launch, in the middle and at the end of an epoch. Ends with 0 if metrics and state are equal, and with 21 if
+    not, and names the differences. It shows nothing about later steps.
 
     Example: holdfast verify examples/scripts/loop/spec.yaml
     """
-    from dataclasses import asdict
-
     from holdfast.api import machines
 
     result = machines.verify(spec, overrides=overrides or (), steps=steps, resume_at=resume_at)
     if as_json:
-        print_json(asdict(result) | {"exact": result.is_exact})
+        print_json(result.model_dump(mode="json") | {"exact": result.is_exact})
     result.require()
     if not as_json:
-        out(f"{spec}: resumed at step {result.resumed_at}, equal at step {result.steps}: every metric and the state")
+        out(f"{spec}: {result.text}: every metric and the state")
 
 
 _LOOP = """import holdfast

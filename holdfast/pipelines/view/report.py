@@ -29,6 +29,7 @@ from holdfast.store.json_reading import read_json_object
 from holdfast.telemetry import read_events
 from holdfast.telemetry.cost import cost
 from holdfast.telemetry.events import AttemptBegan, Event, Progress, SaveCommitted
+from holdfast.telemetry.exactness import read_exactness
 from holdfast.telemetry.ledger import is_active, ledger
 
 if TYPE_CHECKING:
@@ -202,6 +203,8 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
         yield "digest", f"{digest}" + ("" if record.result is not None else f", of step {newest['step']}")
     yield from _listed("plan", _plans(newest))
     yield from _micro_batch(record, store)
+    if (exactness := read_exactness(store, record.run_id)) is not None:
+        yield "verified", exactness.text
     if sizes := _sizes(events):
         yield "ranks", sizes
     yield from _listed("speed", throughput(events))
