@@ -378,9 +378,8 @@ class Script(Section):
     )
     preload: tuple[str, ...] = runtime_field(
         (),
-        "Modules that are imported once on each node, before the ranks are forked, such as `transformers.trainer`. Ranks "
-        "then start without these imports. A module that cannot be imported, or starts threads, is left out with a "
-        "warning.",
+        "Modules that are imported once on each node, before ranks are forked, such as `transformers.trainer`. Ranks "
+        "then start without these imports. A module that cannot be imported is left out with a warning.",
         max_length=20,
     )
 
