@@ -228,7 +228,7 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, float]:
     """Figures of one kind: it trains, is killed between two saves, and trains on."""
     with tempfile.TemporaryDirectory(prefix="holdfast-session-", dir=options.directory) as name:
         folder = Path(name)
-        steps = 2 * WINDOW * options.rounds + WINDOW
+        steps = 2 * WINDOW * (options.rounds + 1)
         words = ["--kind", kind, "--width", str(width_for(options.mib)), "--steps", str(10**6), "--folder", name]
         words += ["--rows", str(options.rows)]
         command = [sys.executable, "-m", "benchmarks.session", *words]
