@@ -107,7 +107,7 @@ def stops_of(rows: Sequence[Row], steps: int) -> list[int]:
         if one.get("epoch") != following.get("epoch") and 0 < one["step"] < steps
     ]
     within = [step for step in range(1, steps) if step not in ends] or ends
-    middle = min(within, key=lambda step: abs(step - steps // 2))
+    middle = min(within, key=lambda step: (abs(step - steps // 2), -step))
     return [middle, *(end for end in ends[:1] if end != middle)]
 
 
