@@ -128,7 +128,7 @@ def test_a_difference_in_the_state_of_one_rank_is_named(tmp_path: Path) -> None:
 
 def test_the_stops_of_a_verification_are_within_and_at_the_end_of_an_epoch() -> None:
     rows = [{"step": step, "epoch": (step - 1) // 4} for step in range(1, 9)]
-    assert stops_of(rows, 8) == [3, 4]
+    assert stops_of(rows, 8) == [5, 4]
     assert stops_of([{"step": step} for step in range(1, 9)], 8) == [4]
 
 
