@@ -369,9 +369,9 @@ class Script(Section):
     )
     log_every: int = runtime_field(10, "Steps between two progress lines.", ge=1)
     verify_steps: int = runtime_field(
-        8,
+        0,
         "With `determinism: exact`, the script is verified once before its first launch: it makes this many steps, "
-        "also with a stop and a resume, and the bits are compared. 0: not verified. See "
+        "such as 8, also with a stop and a resume, and the bits are compared. 0: not verified. See "
         "[Your own code](your-own-code.md).",
         ge=0,
         le=1000,

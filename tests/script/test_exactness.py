@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import holdfast
 from holdfast.checkpoint import Attempt, Checkpointer, Retention
-from holdfast.code.script import publish_script
+from holdfast.code.resolve import publish_code
 from holdfast.collectives import Gang
 from holdfast.components.train.exactness import compare_runs, stops_of
 from holdfast.components.train.script import train_script
@@ -161,7 +161,7 @@ def epochs_spec(folder: Path, store: Store, fault: str = "") -> Spec:
     train = "{script: train.py, determinism: exact, verify_steps: 5, preload: [json, no_such_module]}"
     (folder / "spec.yaml").write_text(f"name: epochs\ntrain: {train}\ncheckpoint: {{every_steps: 2}}\n")
     spec = load_spec(folder / "spec.yaml")
-    publish_script(spec, store)
+    publish_code(spec, store)
     return spec
 
 
