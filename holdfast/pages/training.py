@@ -23,8 +23,8 @@ from holdfast.store.json_reading import read_json_object
 from holdfast.telemetry import Event, Row, read_history
 from holdfast.telemetry.cost import Cost, cost
 from holdfast.telemetry.events import AttemptBegan, Progress
-from holdfast.telemetry.history import OBJECTIVE, PHASE_SECONDS
 from holdfast.telemetry.exactness import read_exactness
+from holdfast.telemetry.history import OBJECTIVE, PHASE_SECONDS
 from holdfast.telemetry.ledger import CLASSES, Class, Ledger, ledger
 from holdfast.telemetry.phases import STEP_PHASES
 

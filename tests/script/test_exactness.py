@@ -24,10 +24,10 @@ from holdfast.launch.launches import newest_launch
 from holdfast.pages import draw_training
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.paths import load_spec
-from holdfast.script.seeding import key_fetches
 from holdfast.pipelines.view.catalog import find_run
 from holdfast.pipelines.view.report import print_run
 from holdfast.runtime.exits import code_of
+from holdfast.script.seeding import key_fetches
 from holdfast.script.state import ScriptState
 from holdfast.spec import ExitCode, Spec, run_id
 from holdfast.spec.errors import HoldfastError, NotExactError
