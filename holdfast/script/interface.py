@@ -45,7 +45,7 @@ class Session:
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.epoch = 0  # the script sets it: part of the key of what a fetch draws
-        self._has_epochs = False  # whether the loop said so by `begin_epoch`
+        self._has_epochs = False  # whether the loop calls `begin_epoch`
         self.seed = seed or 0
         self._seeds = seed is not None
         self._seed_rank = self.rank if seed_rank is None else seed_rank
