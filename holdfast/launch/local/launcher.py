@@ -193,7 +193,8 @@ class LocalLauncher:
             except OSError as error:
                 log.debug("nothing starts warm: %s", error)
                 self._close_server()
-                if fresh and environment.pop(PRELOAD_VARIABLE, None):
+                if fresh and PRELOAD_VARIABLE in environment:
+                    del environment[PRELOAD_VARIABLE]
                     log.warning("train.preload: nothing is preloaded, because a module starts threads or ends Python")
                     self._preloads = fresh = False
         return None
