@@ -17,8 +17,9 @@ from holdfast.engines.grid import Grid
 from holdfast.engines.interface import Engine
 from holdfast.engines.mesh import Mesh
 from holdfast.engines.torch import accumulation
-from holdfast.engines.torch.accumulation import Micro, MicroSettings, PipelineStages
+from holdfast.engines.torch.accumulation import PipelineStages
 from holdfast.engines.torch.elastic import TreeReduceScatter
+from holdfast.engines.torch.micro import Micro, MicroSettings
 from holdfast.engines.torch.parallelize import Topology
 from holdfast.launch.device import MEETING_VARIABLE
 from holdfast.objectives.next_token import NextToken
