@@ -54,8 +54,11 @@ def tree() -> dict[str, Any]:
         {
             "name": "a",
             "data": {
-                "sources": [{"uri": "x", "weight": 1, "reader": "m.py:f"}, {"uri": "y", "weight": 2}],
-                "cleaning": {"filters": ["m.py:f"]},
+                "sources": [
+                    {"uri": "x", "weight": 1, "reader": "m.py:f", "fields": "alpaca"},
+                    {"uri": "y", "weight": 2},
+                ],
+                "cleaning": {"filters": ["m.py:f"], "near_duplicates": {}, "decontaminate": {"tasks": ["x"]}},
             },
             "training": {
                 "objective": {"use": "m.py:f", "digest": "0" * 64},
@@ -154,7 +157,8 @@ def test_runtime_fields_are_these_and_no_others() -> None:
     sections = ("checkpoint", "evaluation", "registration", "schedule", "serving", "telemetry")
     assert [path for path in runtime_fields if path.split(".")[0] not in sections] == [
         "name", "code", "store", "data.sources[].reader.use", "data.cleaning.filters[].use",
-        "data.workers", "data.fan_out", "train.restart_on", "train.log_every", "training.auto_micro_batch",
+        "data.workers", "data.fan_out", "train.restart_on", "train.log_every", "train.verify_steps", "train.preload",
+        "training.auto_micro_batch",
         "training.objective.use", "training.schedule.factor.use", "training.grpo.rewards[].use",
         "training.topk_fraction", "training.anomalies.max_consecutive",
         "training.log_every",
