@@ -160,7 +160,8 @@ class Drops:
         return Example.of(location, detail, self._beginning(tokens[:SHOWN_TOKENS]))
 
     def _beginning(self, tokens: Tokens) -> str:
-        ids = (tokens[tokens & RECORD == 0] & ID).tolist()
+        words = tokens.astype(np.uint32)  # marks do not fit into the tokens of a text
+        ids = (words[words & RECORD == 0] & ID).tolist()
         return excerpt(str(self._tokenizer.decode(ids, skip_special_tokens=False)).rstrip("\ufffd"))
 
     @cached_property
