@@ -10,7 +10,6 @@ import json
 import re
 import tarfile
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import IO, BinaryIO, cast
@@ -21,7 +20,7 @@ from holdfast.corpus.record_types import Flaw, Reading, Record, document_of, tex
 from holdfast.corpus.streams import stream_records
 
 MAX_READ = 64 * 2**20  # bytes that an archive's own structures may have, such as the directory of a .zip
-COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2)  # of bounded memory
+COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # that `zipfile` reads in bounded memory
 MEMBER = re.compile(r"((?:.*/)?[^./][^./]*)\.([^/]*)")  # key and extension of a member, as in WebDataset
 TEXTS = ("txt", "text", "transcript")  # extensions of text, as in WebDataset
 JSON = ("json", "jsn")
@@ -51,7 +50,7 @@ def _zip(stream: BinaryIO, reading: Reading) -> Iterator[Record]:
 
 
 def _zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo, reading: Reading) -> Iterator[Record]:
-    format_, compression = suffixes(info.filename, "auto")
+    format_ = suffixes(info.filename, "auto")[0]
     if format_ not in ("text", "jsonl", "json", "csv"):
         remedy = advice(info.filename) if format_ == "other" else f"{format_} in a .zip is not read; unpack it"
         yield Flaw(NOT_TEXT, remedy)
@@ -62,17 +61,31 @@ def _zipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo, reading: Reading) -
         yield Flaw("no_text", f"is text, and {reading.kind} is read from records")
     else:
         try:
-            with archive.open(info) as raw, decompressed(cast(BinaryIO, raw), compression) as stream:
-                for _, record in stream_records(stream, info.filename, format_, reading):
-                    yield record
-        except CorruptFileError as error:
-            yield Flaw(error.reason, str(error))
-        except (zipfile.BadZipFile, zlib.error, EOFError, *DAMAGE) as error:
-            yield Flaw("corrupt", f"is damaged ({error}); fetch the archive again")
-        except Exception as error:
-            if not is_damage(error, compression or "bz2"):
-                raise
-            yield Flaw("corrupt", f"is damaged ({error}); fetch the archive again")
+            with archive.open(info) as raw:
+                yield from _streamed(cast(BinaryIO, raw), info.filename, reading)
+        except zipfile.BadZipFile as error:
+            yield _damaged(error)
+
+
+def _streamed(raw: BinaryIO, name: str, reading: Reading) -> Iterator[Record]:
+    """The documents of a member that is read in order. Damage in it is a flaw, and other members are read."""
+    format_, compression = suffixes(name, "auto")
+    try:
+        with decompressed(raw, compression) as stream:
+            for _, record in stream_records(stream, name, format_, reading):
+                yield record
+    except CorruptFileError as error:
+        yield Flaw(error.reason, str(error))
+    except (EOFError, *DAMAGE) as error:
+        yield _damaged(error)
+    except Exception as error:
+        if not is_damage(error, compression):
+            raise
+        yield _damaged(error)
+
+
+def _damaged(error: Exception) -> Flaw:
+    return Flaw("corrupt", f"is damaged ({error}); fetch the archive again")
 
 
 def _in_member(record: Record, name: str) -> Record:
@@ -81,7 +94,7 @@ def _in_member(record: Record, name: str) -> Record:
 
 @dataclass
 class _Sample:
-    """The members with one key, of which only texts and JSON are kept."""
+    """The members with one key, of which only those that a document may need are kept."""
 
     key: str
     names: set[str] = field(default_factory=set)  # all extensions
@@ -106,16 +119,14 @@ def _tar(stream: BinaryIO, reading: Reading) -> Iterator[Record]:
             if key != sample.key or extension in sample.names:
                 yield from _of_sample(sample, reading)
                 sample = _Sample(key)
-            format_, compression = suffixes(info.name, "auto")
-            if format_ in ("jsonl", "csv"):
+            if suffixes(info.name, "auto")[0] in ("jsonl", "csv"):
                 member = archive.extractfile(info)
                 assert member is not None
-                with decompressed(cast(BinaryIO, member), compression) as lines:
-                    for _, record in stream_records(lines, info.name, format_, reading):
-                        yield _in_member(record, info.name)
+                for record in _streamed(cast(BinaryIO, member), info.name, reading):
+                    yield _in_member(record, info.name)
                 continue
             sample.names.add(extension)
-            if extension.rpartition(".")[2] in (*TEXTS, *JSON):
+            if extension in (reading.text_field, *TEXTS, *JSON):
                 _keep(sample, extension, archive, info, reading)
         yield from _of_sample(sample, reading)
         forward.seek(archive.offset)  # `tarfile` takes a damaged header for the end

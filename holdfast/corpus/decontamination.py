@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from blake3 import blake3
@@ -44,7 +44,7 @@ class TaskNgrams:
         found: list[Hashes] = []
         short, digests = 0, []
         for raw, path in _files(rules):
-            digests.append(blake3(raw).hexdigest())
+            digests.append(_identity(raw, path))
             for line, text in _texts(raw, path):
                 grams = ngrams(word_hashes(text), rules.words)
                 short += not len(grams)
@@ -88,12 +88,23 @@ def read_tasks(cleaning: Cleaning) -> TaskNgrams | None:
 
 
 def tasks_digest(rules: Decontamination) -> str:
-    """A digest of the task files and the settings, without the paths. Raises MissingError, DataError."""
-    return _digest(rules, [blake3(raw).hexdigest() for raw, _ in _files(rules)])
+    """A digest of the task files, how they are read, and the settings, without the paths. Raises MissingError,
+    DataError."""
+    return _digest(rules, [_identity(raw, path) for raw, path in _files(rules)])
 
 
 def _digest(rules: Decontamination, digests: list[str]) -> str:
     return blake3(json.dumps([rules.words, digests]).encode()).hexdigest()
+
+
+def _identity(raw: bytes, path: str) -> str:
+    return f"{_kind(path)} {blake3(raw).hexdigest()}"
+
+
+def _kind(path: str) -> Literal["json", "lines of json", "text"]:
+    if path.endswith(".json"):
+        return "json"
+    return "lines of json" if path.endswith((".jsonl", ".ndjson")) else "text"
 
 
 def _files(rules: Decontamination) -> Iterator[tuple[bytes, str]]:
@@ -107,13 +118,14 @@ def _texts(raw: bytes, path: str) -> Iterator[tuple[int, str]]:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{FIELD}: {path} is not UTF-8 at byte {error.start}; convert it") from None
-    if path.endswith(".json"):
+    kind = _kind(path)
+    if kind == "json":
         value = parse_json_value(text, f"{FIELD}: {path}", "name JSON or text", finite=False)
         for number, record in enumerate(value if isinstance(value, list) else [value], 1):
             yield from ((number, item) for item in _strings(record))
         return
-    for number, line in enumerate(text.splitlines(), 1):
-        if path.endswith((".jsonl", ".ndjson")) and line.strip():
+    for number, line in enumerate(text.split("\n"), 1):
+        if kind == "lines of json" and line.strip():
             record = parse_json_value(line, f"{FIELD}: {path}:{number}", "name JSON lines or text", finite=False)
             yield from ((number, item) for item in _strings(record))
         elif line.strip():

@@ -28,6 +28,7 @@ def json_records(stream: BinaryIO, reading: Reading) -> Iterator[tuple[int, Reco
         is_array = text.begins("[")
         while text.more():
             if is_array and text.begins("]"):
+                yield from _rest(text, number)
                 return
             number += 1
             size, value, problem = READ_CHARACTERS // 64, None, None
@@ -49,13 +50,21 @@ def json_records(stream: BinaryIO, reading: Reading) -> Iterator[tuple[int, Reco
             text.at = end
             yield number, document_of(value, reading, mapped=True)
             if is_array and not text.begins(","):
-                if not text.begins("]"):
+                if text.begins("]"):
+                    yield from _rest(text, number)
+                else:
                     yield number + 1, Flaw("not_json", "follows a record without a comma; the rest is not read")
                 return
         if is_array:
             yield number + 1, Flaw("not_json", "is missing: the array has no end")
     except UnicodeDecodeError as error:
         yield number + 1, Flaw("undecodable", undecodable(error))
+
+
+def _rest(text: _Text, number: int) -> Iterator[tuple[int, Record]]:
+    """What follows an array of `number` records."""
+    if text.more():
+        yield number + 1, Flaw("not_json", "follows the end of the array and is not read; use .jsonl, or one array")
 
 
 class _Text:

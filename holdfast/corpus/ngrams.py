@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 WORD = re.compile(r"\w+")
 FACTOR = np.uint64(0x9E3779B97F4A7C15)  # odd, so nothing is lost
 CACHED_WORDS = 400_000
+CACHED_CHARACTERS = 64  # of a word; longer ones, such as base64, are not kept
 
 Hashes = NDArray[np.uint64]
 
@@ -19,9 +20,11 @@ class _WordNumbers(dict[str, int]):
     """A cache of the numbers of words."""
 
     def __missing__(self, word: str) -> int:
-        if len(self) >= CACHED_WORDS:
-            self.clear()
-        number = self[word] = int.from_bytes(blake3(word.encode(errors="replace")).digest(length=8), "little")
+        number = int.from_bytes(blake3(word.encode(errors="replace")).digest(length=8), "little")
+        if len(word) <= CACHED_CHARACTERS:
+            if len(self) >= CACHED_WORDS:
+                self.clear()
+            self[word] = number
         return number
 
 

@@ -30,9 +30,9 @@ from holdfast.model.decoder import Decoder
 from holdfast.rewards.process import RewardProcess
 from holdfast.rollouts.advantages import has_signal, rows_of, scored_rows
 from holdfast.rollouts.generation import LENGTH, Generated, Sampling, generate_lot
-from holdfast.rollouts.records import Answer, LotRecord, Unit, find_record, parse_record, record_key
+from holdfast.rollouts.records import Answer, LotRecord, Unit, find_record, logprobs_key, parse_record, record_key
 from holdfast.spec.errors import DataError, MissingError, WrongArithmeticError
-from holdfast.store import Store, layout
+from holdfast.store import Store
 from holdfast.telemetry import phases
 
 if TYPE_CHECKING:
@@ -135,8 +135,11 @@ class AnswerBatches:
                 self._lot(step, lot, policy, prompts[lot * size : (lot + 1) * size], decoder)
                 for lot in lots[self._gang.rank :: self._gang.size]
             ]
-        gathered = self._gang.all_gather([record.dump().decode() for record in own], list[str])
-        records = [parse_record(text, "another rank's record") for texts in gathered for text in texts]
+        records = []
+        for number in range(-(-len(lots) // self._gang.size)):  # one lot of each rank, as messages have a limit
+            record = own[number].dump().decode() if number < len(own) else ""
+            texts = self._gang.all_gather(record, str)
+            records += [parse_record(text, "another rank's record") for text in texts if text]
         units = [unit for record in sorted(records, key=lambda record: record.lot) for unit in record.units]
         words, advantages = rows_of(
             units,
@@ -224,11 +227,11 @@ class AnswerBatches:
 
     def _logprobs(self, step: int, policy: str, words: Tensor, rows: Rows, *, computes: bool) -> Tensor:
         """The log-probabilities of the answers before the first update on them: fp32, like `words`. They are recorded
-        before a gradient reads them."""
-        first_step = step - step % self._settings.updates + 1
-        key = layout.rollout(self._spec.run_id, first_step, f"logprobs-{policy[:24]}.fp32")
-        found = self._gang.from_rank_0(lambda: self._stored(key), str | None)
-        if found is None and computes:
+        before a gradient reads them, under a key with the digest of the weights and of the answers."""
+        key = logprobs_key(self._spec.run_id, step - step % self._settings.updates + 1, policy, words)
+        size = 4 * len(words) * (words.shape[1] - 1)
+        exists = self._gang.from_rank_0(lambda: self._store.stat(key) is not None, bool)
+        if not exists and computes:
             own = np.arange(len(words))[self._own(rows)]
             losses = self._engine.losses(words[own])
             encoded = base64.b64encode(losses.numpy().astype("<f4").tobytes()).decode()
@@ -237,21 +240,17 @@ class AnswerBatches:
             for numbers, text in parts:
                 whole[numbers] = np.frombuffer(base64.b64decode(text), "<f4").reshape(len(numbers), -1)
             raw = whole.tobytes()
-            self._gang.from_rank_0(lambda: self._store.put_if_absent(key, raw), bool)
-            found = self._gang.from_rank_0(lambda: self._stored(key), str | None)
-        if found is None:
-            raise MissingError(
-                f"{self._store.url}/{key}: is gone; continue from a checkpoint at a multiple of training.grpo.updates"
-            )
-        losses = torch.from_numpy(np.frombuffer(base64.b64decode(found), "<f4").copy())
+            exists = self._gang.from_rank_0(lambda: self._store.put_if_absent(key, raw) or True, bool)
+        remedy = "continue from a checkpoint at a multiple of training.grpo.updates"
+        if not exists:
+            raise MissingError(f"{self._store.url}/{key}: is gone; {remedy}")
+        found = self._store.get(key, most=size + 1)
+        if len(found) != size:
+            raise DataError(f"{self._store.url}/{key}: has not {size} bytes; delete it, and {remedy}")
+        losses = torch.from_numpy(np.frombuffer(found, "<f4").copy())
         logprobs = torch.zeros(words.shape)
         logprobs[:, 1:] = -losses.view(len(words), -1)
         return logprobs
-
-    def _stored(self, key: str) -> str | None:
-        if self._store.stat(key) is None:
-            return None
-        return base64.b64encode(self._store.get(key)).decode()
 
     def _metrics_of(self, units: Sequence[Unit]) -> dict[str, float]:
         answers = [answer for unit in units for answer in unit.answers]

@@ -9,9 +9,11 @@ import ctypes
 import json
 import re
 import resource
+import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -54,21 +56,24 @@ def json_schema(value: Any, answer: str) -> float:
 
 
 def tests(value: Any, answer: str) -> float:
-    """Whether the code of the answer, followed by the tests, ends without an error. It runs as another process in the
-    current folder, with the limits of this one."""
+    """Whether the code of the answer, followed by the tests, runs to its end without an error. It runs as another
+    process in an empty folder, with the limits of this one. An answer that exits before the tests fails."""
     lines = value if isinstance(value, list) else [str(value)]
-    script = Path("answer.py")
-    script.write_text("\n".join([_code_of(answer), *map(str, lines)]), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-I", "-B", str(script)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        check=False,
-        env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
-        preexec_fn=_limit_tested_code,
-    )
-    return float(done.returncode == 0)
+    with tempfile.TemporaryDirectory(dir=".") as folder:
+        script, reached = Path(folder, "answer.py"), Path(folder, secrets.token_hex(16))
+        last = f"open({reached.name!r}, 'x').close()"
+        script.write_text("\n".join([_code_of(answer), *map(str, lines), last]), encoding="utf-8")
+        done = subprocess.run(
+            [sys.executable, "-I", "-B", script.name],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            check=False,
+            cwd=folder,
+            env={"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8"},
+            preexec_fn=_limit_tested_code,
+        )
+        return float(done.returncode == 0 and reached.is_file())
 
 
 CHECKS: Mapping[str, Callable[[Any, str], float]] = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,12 +19,15 @@ from holdfast.spec.json_parsing import parse_json
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_bounded
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 MAX_BYTES = 64 * 2**20  # of a record
 REMEDY = "delete it, and the run generates these answers again"
 
 
 class RecordPart(BaseModel):
-    """A part of a record: strict and frozen."""
+    """A part of a record, without unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -81,6 +84,12 @@ def record_key(run_id: str, step: int, lot: int, policy: str, generator: Mapping
     """The key of a lot. `generator` is what else determines its tokens."""
     decisive = json.dumps([policy, generator], sort_keys=True, separators=(",", ":"))
     return layout.rollout(run_id, step, f"{lot:05d}-{blake3(decisive.encode()).hexdigest()[:24]}.json")
+
+
+def logprobs_key(run_id: str, step: int, policy: str, words: Tensor) -> str:
+    """The key of the log-probabilities of a batch of answers. Other answers of the same weights have another key."""
+    answers = blake3(words.numpy().tobytes()).hexdigest()
+    return layout.rollout(run_id, step, f"logprobs-{policy[:24]}-{answers[:24]}.fp32")
 
 
 def find_record(store: Store, key: str) -> LotRecord | None:

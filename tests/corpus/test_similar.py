@@ -13,7 +13,7 @@ from holdfast.corpus import divide, duplicates, identify, prepare, tokenise, uni
 from holdfast.corpus.decontamination import TaskNgrams, tasks_digest
 from holdfast.corpus.duplicates import near_repeats
 from holdfast.corpus.minhash import BAND_BYTES, MinHash
-from holdfast.corpus.ngrams import ngrams, word_hashes
+from holdfast.corpus.ngrams import _words, ngrams, word_hashes
 from holdfast.spec.data import Decontamination, NearDuplicates
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import open_store
@@ -55,6 +55,12 @@ def test_the_bands_of_a_text_never_change() -> None:
     assert minhash.bands(text.upper().replace(",", " ;")) == minhash.bands(text)
     assert minhash.bands("one") != minhash.bands("two")
     assert minhash.bands("!") != minhash.bands("?")
+
+
+def test_long_words_take_no_lasting_memory() -> None:
+    word = "QUJD" * 100_000
+    assert word_hashes(f"a {word}").tolist() == word_hashes(f"A {word}").tolist()
+    assert word.lower() not in _words
 
 
 def test_near_repeats_are_found_in_memory_that_does_not_grow(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,12 +146,17 @@ def test_tasks_are_read_as_records_or_lines(tmp_path: Path) -> None:
     item = words(5, 20)
     (tmp_path / "a.json").write_text(json.dumps([{"q": "x"}, {"q": " ".join(item)}]))
     (tmp_path / "a.txt").write_text("x\n\n" + " ".join(item) + "\n")
-    for name, line in (("a.json", 2), ("a.txt", 3)):
+    separated = json.dumps({"q": "\u2028".join(item)}, ensure_ascii=False)  # no line break in JSON
+    (tmp_path / "a.jsonl").write_text(f'{{"q": "x\u2028y"}}\r\n{separated}\n')
+    for name, line in (("a.json", 2), ("a.txt", 3), ("a.jsonl", 2)):
         tasks = TaskNgrams.read(Decontamination(tasks=(str(tmp_path / name),)))
         assert tasks.places == (f"{name}:{line}",)
         assert tasks.digest == tasks_digest(Decontamination(tasks=(str(tmp_path / name),)))
         assert tasks.overlap("a " + ", ".join(item[3:16])) is not None
         assert tasks.overlap(" ".join(item[3:15])) is None
+    (tmp_path / "lines.txt").write_bytes((tmp_path / "a.jsonl").read_bytes())  # other texts, so another dataset
+    kinds = {tasks_digest(Decontamination(tasks=(str(tmp_path / name),))) for name in ("a.jsonl", "lines.txt")}
+    assert len(kinds) == 2
     (tmp_path / "short.txt").write_text("only a few words\n")
     with pytest.raises(DataError, match=r"no text has 13 words; name files with longer texts"):
         TaskNgrams.read(Decontamination(tasks=(str(tmp_path / "short.txt"),)))

@@ -109,6 +109,13 @@ def test_damaged_tables_are_named_and_what_came_before_is_read(tmp_path: Path) -
     assert isinstance(flaw, Flaw)
     assert flaw.reason == "not_json"
     assert place(source(path), len(good) + 1) == f"array.json: record {len(good) + 1}"
+    for rest in ('[{"text": "b"}]', "x"):
+        for end in ("]", ",]"):
+            (tmp_path / "b.json").write_text(f'[{{"text": "a"}}{end}\n{rest}')
+            first, flaw = read(tmp_path / "b.json")
+            assert first == "a"
+            assert isinstance(flaw, Flaw)
+            assert flaw.detail.startswith("follows the end of the array")
     (tmp_path / "b.json").write_bytes(b'[{"text": "a"}, {"text": "\xff"}]')
     assert [record.reason for record in read(tmp_path / "b.json") if isinstance(record, Flaw)] == ["undecodable"]
     (tmp_path / "c.csv").write_bytes(b'text,n\n"a\nb",1\nc\n\xff,2\n"open,3\n')

@@ -66,7 +66,11 @@ def test_code_passes_its_tests_in_a_process_of_its_own() -> None:
         good = rewards.score(record, "```python\ndef add(a, b):\n    return a + b\n```")
         bad = rewards.score(record, "def add(a, b):\n    return a - b")
         missing = rewards.score({"answer": "x"}, "x")
+        leaving = rewards.score(record, "def add(a, b):\n    return a - b\nraise SystemExit(0)")
+        writing = "import os\nwas = os.path.exists('x')\nopen('x', 'w')\ndef add(a, b):\n    return 0 if was else a + b"
+        assert [rewards.score(record, writing).values[0] for _ in range(2)] == [1.0, 1.0], "answers share no files"
     assert (good.values, bad.values) == ([1.0, 0.0], [0.0, 0.0])
+    assert leaving.values == [0.0, 0.0]
     assert missing.values == [0.0, 1.0]
     assert "has no 'tests'" in missing.errors[0]
 

@@ -10,9 +10,10 @@ import torch
 from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.objectives.micro_batches import micro_batches
 from holdfast.rollouts.advantages import advantages_of, has_signal, rows_of, scored_rows
-from holdfast.rollouts.records import Answer, LotRecord, Unit, find_record, record_key
-from holdfast.spec.errors import DataError
+from holdfast.rollouts.records import Answer, LotRecord, Unit, find_record, logprobs_key, record_key
+from holdfast.spec.errors import DataError, SpecError
 from holdfast.store import open_store
+from tests.rollouts.prompt_run import prompt_spec
 
 
 def answer(tokens: list[int], reward: float) -> Answer:
@@ -40,6 +41,14 @@ def test_a_record_is_created_once_and_read_back(tmp_path: Path) -> None:
         find_record(store, key)
 
 
+def test_log_probabilities_belong_to_their_answers() -> None:
+    """Another plan may give other answers with the same weights."""
+    words = torch.arange(8).view(2, 4)
+    keys = {logprobs_key("run", 3, policy, rows) for policy in ("a" * 32, "b" * 32) for rows in (words, words + 1)}
+    assert len(keys) == 4
+    assert logprobs_key("run", 3, "a" * 32, words.clone()) in keys
+
+
 def test_the_rows_of_answers_have_their_advantages_on_counted_tokens() -> None:
     words, advantages = rows_of(UNITS, [[1, 2], [3]], True, context=40, filler=0)
     assert words.shape == (4, 17)
@@ -61,3 +70,10 @@ def test_the_rows_of_answers_have_their_advantages_on_counted_tokens() -> None:
 
 def test_a_row_is_never_longer_than_the_context() -> None:
     assert rows_of(UNITS, [[1, 2], [3]], True, context=5, filler=0)[0].shape == (4, 6)
+
+
+def test_a_lot_whose_record_could_not_be_read_again_is_refused() -> None:
+    long = ("model.context=65537", "training.grpo.answer_tokens=65536")
+    with pytest.raises(SpecError, match=r"training\.grpo\.lot: may give a record of 134,"):
+        prompt_spec(*long, "training.grpo.lot=64", "training.global_batch=256")
+    prompt_spec(*long, "training.grpo.lot=8", "training.global_batch=256")

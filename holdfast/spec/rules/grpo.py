@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from holdfast.spec.errors import Problem
 from holdfast.spec.tree import Spec
 
+MAX_RECORD = 32 * 2**20  # bytes of a lot, at 8 for each token
+
 
 def check_grpo(spec: Spec) -> Iterator[Problem]:
     """Prompts have rewards, whole groups of answers, and room for an answer. No field of `training.grpo` is set for
@@ -33,6 +35,11 @@ def check_grpo(spec: Spec) -> Iterator[Problem]:
     if settings.answer_tokens >= spec.model.context + 1:
         remedy = f"use less than {spec.model.context}, or raise model.context"
         yield Problem("training.grpo.answer_tokens", settings.answer_tokens, "leave no room for a prompt", remedy)
+    lot = min(settings.lot, max(1, training.global_batch // settings.group))
+    size = lot * settings.group * (8 * settings.answer_tokens + 512 * (1 + len(settings.rewards)))
+    if size > MAX_RECORD:
+        problem = f"may give a record of {size:,} bytes, and {MAX_RECORD:,} are read"
+        yield Problem("training.grpo.lot", settings.lot, problem, "use fewer, or lower training.grpo.answer_tokens")
     if settings.kl_weight and spec.model.init_from is None:
         remedy = "name weights, or use training.grpo.kl_weight: 0"
         yield Problem("model.init_from", None, "is missing, and the divergence is measured from it", remedy)
