@@ -91,7 +91,7 @@ def load_function(folder: Path, use: str) -> Callable[..., Any]:
     _make_importable(folder)
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a program without `if __name__ == "__main__"` exits
         raise UserCodeError(f"{use}: {path} cannot be imported: {describe(error, folder)}") from error
     if Path(getattr(module, "__file__", None) or "/").resolve() != folder / path:
         raise UserCodeError(f"{use}: a module {module_name!r} of another package is loaded; rename {path}")

@@ -10,6 +10,7 @@ import re
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import Problem, SpecError
 
 LOCK_FILE = "requirements.lock"
@@ -32,6 +33,18 @@ def locked_packages(text: str) -> tuple[dict[str, str], list[Problem]]:
         else:
             versions[match[1]] = match[2]
     return versions, problems
+
+
+def requirements_of(text: str) -> dict[str, str]:
+    """The lines of a lock for pip by the name of their package, without comments and hashes: pip would demand hashes
+    of all other packages as well. Options such as `--extra-index-url` are lines under their own text."""
+    found: dict[str, str] = {}
+    for raw in text.replace("\\\n", " ").splitlines():
+        line = re.sub(r"(^|\s)#.*|\s+--hash[= ]\S+", "", raw).strip()
+        if line:
+            name = line if line.startswith("-") else re.split(r"[\[=;\s]", line, maxsplit=1)[0].lower()
+            found[name] = redact(line)
+    return found
 
 
 def require_packages(folder: Path) -> None:

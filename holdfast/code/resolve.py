@@ -71,7 +71,7 @@ def resolve_code(spec: Spec, folder: Path) -> Spec:
     _require_files(places)
     bundle = make_bundle(Path(folders.pop()) if folders else folder)
     keep(bundle)
-    return with_digests(with_short_command(spec), bundle.digest, lambda _: bundle.data)
+    return with_digests(with_short_command(spec, folder), bundle.digest, lambda _: bundle.data)
 
 
 Place = tuple[str, str, Path]  # a field, its text, and the file that it names
@@ -101,12 +101,13 @@ def command_file(spec: Spec) -> str:
     return rest[0] if program in PYTHON and rest and rest[0].endswith(".py") else ""
 
 
-def with_short_command(spec: Spec, root: str = "") -> Spec:
-    """The spec with the evaluation command as it runs in the folder of the bundle. `root` is that folder, relative to
-    the folder of the spec; by default it is the folder of the file."""
+def with_short_command(spec: Spec, folder: Path, root: Path | None = None) -> Spec:
+    """The spec with the evaluation command as it runs in the folder of the bundle. `folder` is that of the spec. `root`
+    is that of the bundle; by default it is the folder of the file."""
     if not (file := command_file(spec)):
         return spec
-    short = os.path.relpath(file, root or os.path.dirname(file) or ".")  # noqa: PTH120 - may be empty
+    path = folder / file
+    short = os.path.relpath(path, root or path.parent)
     command = (spec.evaluation.command[0], short, *spec.evaluation.command[2:])
     return _changed(spec, {"evaluation.command": list(command)})
 

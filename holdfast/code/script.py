@@ -7,7 +7,7 @@ write access to a store must not decide what runs.
 
 from __future__ import annotations
 
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from holdfast.code.bundle import IGNORE_FILE, Bundle, make_bundle
 from holdfast.code.closure import parse_source, source_text
@@ -33,7 +33,7 @@ def resolve_script(spec: Spec, folder: Path) -> Spec:
     if (fault := _fault(path, bundle)) is not None:
         raise SpecError([Problem("train.script", spec.train.script, *fault)])
     keep(bundle)
-    spec = with_short_command(spec, str(PurePosixPath(spec.train.script).parent))
+    spec = with_short_command(spec, folder, path.parent)
     train = spec.train.model_copy(update={"script": path.name})
     return with_digests(spec.model_copy(update={"train": train}), bundle.digest, lambda _: bundle.data)
 

@@ -11,6 +11,7 @@ Names of Lightning that are not public: the counters and `on_run_start` of its l
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -51,7 +52,8 @@ def fit(
     if not isinstance(current, ManagedSession):
         trainer.fit(model, *arguments, **named)
         return
-    if named.get("ckpt_path") is not None:
+    given = inspect.signature(trainer.fit).bind(model, *arguments, **named).arguments
+    if given.get("ckpt_path") is not None:
         raise StateError("ckpt_path: the checkpoint is Holdfast's; leave it out")
     if trainer.reload_dataloaders_every_n_epochs:
         raise StateError("reload_dataloaders_every_n_epochs is not carried; leave it out")

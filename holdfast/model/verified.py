@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from holdfast.model.files import Files
 from holdfast.spec.errors import DataError, MissingError
@@ -45,6 +45,14 @@ class ExportRecord(BaseModel):
     state_digest: str
     files: dict[str, FileRecord]
     whole: bool  # all files are written
+
+    @field_validator("files")
+    @classmethod
+    def _below_the_folder(cls, files: dict[str, FileRecord]) -> dict[str, FileRecord]:
+        for name in files:
+            if any(part in ("", ".", "..") for part in name.split("/")):
+                raise ValueError(f"{name[:100]!r} is no path below the folder of the export")
+        return files
 
     @property
     def digest(self) -> str:

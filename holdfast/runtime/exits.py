@@ -55,4 +55,7 @@ def exit_code_of(body: Callable[[], object]) -> ExitCode:
         else:
             log.exception("unexpected failure: please report it with this traceback")
         return code
+    except SystemExit as error:  # nothing of Holdfast exits within a body, so it did not finish its work
+        log.error("code of the run called sys.exit(%.100r); have it raise an exception, or return", error.code)
+        return ExitCode.USER_CODE
     return ExitCode.OK

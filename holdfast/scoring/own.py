@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from holdfast.code.load import describe
 from holdfast.code.resolve import PYTHON, bind, entered_folder
 from holdfast.model.exported import fetch_exported
 from holdfast.runtime.environment import cache_dir
+from holdfast.runtime.output import printed_by
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec.errors import DataError, UserCodeError
 from holdfast.spec.json_parsing import parse_json_object
@@ -33,7 +35,8 @@ EXPORT, METRICS = "HOLDFAST_EXPORT", "HOLDFAST_METRICS"  # variables of a comman
 _NAME = re.compile(get_args(MetricName)[1].pattern)  # of a metric
 MAX_METRICS = 1000
 MAX_FILE = 2**20  # bytes of the file that a command writes
-SHOWN_LINES = 15  # of the output of a command that failed
+SHOWN_LINES, SHOWN_CHARACTERS = 15, 300  # of the output of a command that failed, and of each line
+DRAIN_SECONDS = 5.0  # for the rest of the output of a command that ended
 
 
 def score_export(
@@ -60,9 +63,12 @@ def score_export(
 
 
 def run_command(command: Sequence[str], export: Path) -> dict[str, float]:
-    """Run a command in the folder of the entered code, and read the metrics that it writes. Raises UserCodeError."""
+    """Run a command in the folder of the entered code, and read the metrics that it writes. Raises UserCodeError, and
+    DataError without code: a spec from a store runs no command."""
     program, *rest = command
     name = " ".join(command)
+    if not entered_folder():
+        raise DataError(f"evaluation.command: no code was loaded for {name}; submit the spec from its folder")
     with temporary_folder("evaluate") as temporary:
         file = Path(temporary) / "metrics.json"
         environment = {**os.environ, EXPORT: str(export), METRICS: str(file), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -109,14 +115,15 @@ def _score_loaded(evaluation: Evaluation, folder: Path) -> dict[str, float]:
 def _call(use: str, function: Any, value: Any) -> Any:
     try:
         return function(value)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if type(error).__name__ == "OutOfMemoryError":  # of torch, which is not imported here
             raise
         raise UserCodeError(f"{use}: failed: {describe(error, Path(entered_folder()))}") from error
 
 
 def _run(command: Sequence[str], environment: dict[str, str], name: str) -> None:
-    """Run a command and pass its output on. Raises UserCodeError if it cannot start or fails."""
+    """Run a command and pass its output on. Raises UserCodeError if it cannot start or fails. Processes that it leaves
+    behind are not waited for."""
     try:
         process = subprocess.Popen(
             command,
@@ -125,25 +132,31 @@ def _run(command: Sequence[str], environment: dict[str, str], name: str) -> None
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
         )
     except OSError as error:
         raise UserCodeError(
             f"{name}: cannot be started: {error.strerror}: {command[0]}; name a program of the image"
         ) from None
     last: deque[str] = deque(maxlen=SHOWN_LINES)
+
+    def read() -> None:
+        for text in printed_by(process):
+            for line in text.splitlines():
+                log.info("%s", line)
+                last.append(line[:SHOWN_CHARACTERS])
+
+    reader = threading.Thread(target=read, name="output-of-command", daemon=True)
+    reader.start()
     try:
-        assert process.stdout is not None
-        for line in process.stdout:
-            log.info("%s", line.rstrip("\n"))
-            last.append(line.rstrip("\n"))
         code = process.wait()
     finally:
-        process.kill()  # after a signal; nothing is left of one that ended
+        process.kill()  # after a signal
         process.wait()
+    reader.join(DRAIN_SECONDS)
+    if reader.is_alive():
+        log.warning("%s: ended, and a process that it started still has its output open; it is not waited for", name)
     if code:
-        tail = "".join(f"\n    {line}" for line in last)
+        tail = "".join(f"\n    {line}" for line in tuple(last))
         raise UserCodeError(f"{name}: ended with code {code}; the end of its output:{tail or ' (none)'}")
 
 

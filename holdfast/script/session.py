@@ -226,6 +226,9 @@ class ManagedSession(Session):
         """See Session."""
         if not self._step or step not in (None, self._step):
             raise StateError(f"session.export after step {self._step or 0}: export after the last session.step")
+        if self._left:
+            log.info("stop requested: nothing is exported; the launch that makes the last step exports")
+            return
         self.save(self._step)
         phases.enter("save")
         self._checkpointer.wait()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.code import bundle
 from holdfast.code.bundle import CodeFile, digest_of, fetch_code, make_bundle, pack, publish, read_bundle
+from holdfast.code.packages import requirements_of
 from holdfast.spec.errors import DataError, MissingError, SpecError
 from holdfast.store import layout, open_store
 
@@ -199,6 +200,21 @@ def test_links_out_of_the_folder_and_too_much_code_are_refused(
             make_bundle(folder)
     with pytest.raises(MissingError, match="no such folder"):
         make_bundle(tmp_path / "nowhere")
+
+
+def test_the_requirements_of_a_lock_have_no_hashes_which_pip_would_demand_of_all_packages() -> None:
+    lock = (
+        "--extra-index-url https://me:pass-word-1@host/simple\nnumpy==2.1.0 \\\n    --hash=sha256:aa \\\n"
+        "    --hash=sha256:bb\n    # via torch\nMLflow[extras]==3.1.0  # via x\npandas==2 ; python_version < '4'\n"
+    )
+    found = requirements_of(lock)
+    assert [found[name] for name in ("numpy", "mlflow", "pandas")] == [
+        "numpy==2.1.0",
+        "MLflow[extras]==3.1.0",
+        "pandas==2 ; python_version < '4'",
+    ]
+    assert len(found) == 4
+    assert "pass-word-1" not in str(list(found.values()))
 
 
 def test_other_packages_than_those_of_the_lock_are_all_named_where_the_code_would_run(

@@ -194,6 +194,7 @@ def test_a_function_is_loaded_with_its_own_helpers_and_not_those_of_an_earlier_b
     [
         ("import nowhere_to_be_found\n", "broken.py:f", r"ModuleNotFoundError.*broken.py, line 1"),
         ("f = 3\n", "broken.py:f", "defines no function f"),
+        ("\nraise SystemExit(0)\n", "broken.py:f", r"cannot be imported: SystemExit: 0 \(broken.py, line 2\)"),
         ("", "gone.py:f", "no file gone.py"),
         ("", "../broken.py:f", "no file"),
     ],

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import logging
 import math
+import os
+import signal
+import sys
 from pathlib import Path
 
 import mlflow
@@ -21,6 +26,7 @@ from holdfast.components.register import NotBlessedError
 from holdfast.components.register import run as register
 from holdfast.components.trigger.step import run as decide_retraining
 from holdfast.model.exported import read_record
+from holdfast.model.verified import ExportRecord
 from holdfast.pipelines.backends.kubeflow.steps import build
 from holdfast.pipelines.paths import load_spec
 from holdfast.pipelines.runner import plan
@@ -28,7 +34,7 @@ from holdfast.pipelines.table import SCHEDULED_START, edges_of, steps_from
 from holdfast.pipelines.training import training
 from holdfast.pipelines.view.catalog import find_run
 from holdfast.pipelines.view.report import print_run
-from holdfast.scoring import settings_key
+from holdfast.scoring import own, settings_key
 from holdfast.scoring.own import run_command
 from holdfast.scoring.verdict import Opponent, OwnFigures
 from holdfast.spec.errors import DataError, MissingError, SpecError, UnscorableChampionError, UserCodeError
@@ -37,7 +43,7 @@ from holdfast.steps import STEPS
 from holdfast.store import Store, layout, open_store
 from holdfast.tracking import champion
 from tests.model.tiny_model import END, tokenizer_json
-from tests.script.dag import trained, write_spec
+from tests.script.dag import FILES, trained, write_spec
 from tests.tracking.conftest import bare_home, home
 
 __all__ = ["bare_home", "home"]
@@ -136,7 +142,7 @@ def test_a_champion_is_not_scored_without_a_comparison(tmp_path: Path) -> None:
 
 
 def test_a_champion_that_the_command_cannot_score_is_refused_or_ignored(
-    home: Path, store: Store, tmp_path: Path
+    home: Path, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def other(folder: Path) -> None:
         (folder / "notes.txt").write_text("no weights")
@@ -147,12 +153,16 @@ def test_a_champion_that_the_command_cannot_score_is_refused_or_ignored(
     versus = "[{name: size, versus_champion: better}]"
     path.write_text(text.replace("evaluation: {command: [python, always.py]}\n", scored(versus)))
     spec, result = trained(path, store, "second")
-    with pytest.raises(UnscorableChampionError, match=r"(?s)score\.py 1: ended with code 1.*model\.safetensors"):
+    monkeypatch.setenv("SOME_TOKEN", "model.safetensors")  # a secret that is in the error
+    with pytest.raises(UnscorableChampionError, match=r"(?s)score\.py 1: ended with code 1"):
         evaluate(spec, result.run_id, store)
     path.write_text(path.read_text().replace(versus, f"{versus}, unscorable_champion: ignore"))
     verdict = evaluate(load_spec(path), result.run_id, store)
     assert verdict.word == "blessed"
     assert "could not be scored" in " ".join(verdict.reasons)
+    for kind in ("json", "html"):
+        assert b"No such file or directory: " in store.get(layout.verdict(result.run_id, verdict.key, kind))
+        assert b"model.safetensors" not in store.get(layout.verdict(result.run_id, verdict.key, kind))
 
 
 ALWAYS = """
@@ -182,6 +192,29 @@ def test_what_a_command_does_wrong_is_named(
     monkeypatch.setattr(resolve, "_entered", [tmp_path])
     with pytest.raises(UserCodeError, match=f"(?s){message}"):
         run_command(["python", "score.py"], tmp_path)
+
+
+def test_a_command_without_code_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "_entered", [])
+    with pytest.raises(DataError, match="no code was loaded"):
+        run_command(["touch", str(tmp_path / "ran")], tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_output_of_a_command_has_no_private_key_and_processes_that_it_leaves_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "holdfast")
+    body = "\n".join(["A" * 64] * 3)
+    (tmp_path / "key").write_text(f"-----BEGIN PRIVATE KEY-----\n{body}\n-----END PRIVATE KEY-----\nshown\n")
+    monkeypatch.setattr(resolve, "_entered", [tmp_path])
+    monkeypatch.setattr(own, "DRAIN_SECONDS", 0.2)
+    command = "cat key; sleep 600 & echo $! > left; echo '{\"size\": 1}' > $HOLDFAST_METRICS"
+    assert run_command(["sh", "-c", command], tmp_path) == {"size": 1.0}
+    os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)  # fails if the command was waited for
+    assert "shown" in caplog.text
+    assert "AAAA" not in caplog.text
+    assert "still has its output open" in caplog.text
 
 
 def test_a_program_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,12 +277,29 @@ def test_a_verdict_belongs_to_its_code_arguments_and_bounds(tmp_path: Path) -> N
         ),
         ("evaluation: {command: [x]}\nschedule: {max_decay: 0.1}\n", r"schedule\.max_decay: .*has no held-out text"),
         ("evaluation: {command: [x], metrics: [{name: a}, {name: a}]}\n", r"is the name of two metrics"),
+        (
+            "evaluation: {command: [x], versus_champion: ignore, metrics: [{name: a, versus_champion: better}]}\n",
+            r"evaluation\.metrics\.0\.versus_champion: is not used by evaluation\.versus_champion: ignore",
+        ),
     ],
 )
 def test_a_spec_that_cannot_be_evaluated_is_refused(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "score.py").write_text("")
     with pytest.raises(SpecError, match=f"(?s){message}"):
         load_spec(write_spec(tmp_path / "code", text))
+
+
+def test_a_command_with_an_absolute_path_runs_in_the_folder_of_the_script(tmp_path: Path) -> None:
+    folder = tmp_path / "code"
+    spec = load_spec(write_spec(folder, f"evaluation: {{command: [python, {folder}/score.py, '1']}}\n"))
+    assert spec.evaluation.command == ("python", "score.py", "1")
+
+
+def test_names_of_an_export_stay_below_its_folder() -> None:
+    for name in ("../x", "/x", "a/../../x", ""):
+        record = {"state_digest": "s", "whole": True, "files": {name: {"size": 0, "blocks": []}}}
+        with pytest.raises(DataError, match="is no record of an export"):
+            ExportRecord.parse(json.dumps(record).encode(), "record")
 
 
 def test_a_script_that_exported_nothing_cannot_be_evaluated(home: Path, store: Store, tmp_path: Path) -> None:
@@ -287,6 +337,14 @@ def test_a_class_serves_the_export_in_mlflow_with_its_own_code(
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{home / 'mlflow.db'}")
     text = scored() + "registration: {serve: {use: 'mine.py:Model', scale: 3}}\n"
     uri, export = registered(store, write_spec(tmp_path / "code", text))
+    with monkeypatch.context() as patch:  # the code of another model in this process
+        (tmp_path / "mine.py").write_text(FILES["mine.py"])
+        patch.syspath_prepend(str(tmp_path))
+        patch.delitem(sys.modules, "mine", raising=False)
+        importlib.import_module("mine")
+        with pytest.raises(Exception, match=r"mine is loaded from .*not the code of this model"):
+            mlflow.pyfunc.load_model(uri)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     model = mlflow.pyfunc.load_model(uri)
     assert model.predict(pd.DataFrame({"x": [1.0, 2.0]})) == [6.0, 12.0]
     key = f"{export}model.safetensors"
@@ -316,6 +374,7 @@ def test_any_other_folder_is_registered_with_its_files(home: Path, store: Store,
     ("name", "message"),
     [
         ("weights.pt", r"weights\.pt has a name of pickled files"),
+        ("pytorch_model.bin", r"pytorch_model\.bin has a name of pickled files"),
         ("MLmodel", r"has a file MLmodel, which registration"),
     ],
 )

@@ -34,7 +34,7 @@ from holdfast.script.process import _failure
 from holdfast.script.tree import StateError
 from holdfast.spec import ExitCode, Spec, parse_spec
 from holdfast.spec.errors import DivergedError, MissingError, PlanChangedError, SpecError
-from holdfast.store import Store
+from holdfast.store import Store, layout
 from holdfast.telemetry import phases, read_events, read_history, recording
 from holdfast.telemetry.run_metadata import write_run_metadata
 from tests.checkpoint.ranks import in_ranks, process_group
@@ -95,6 +95,26 @@ def test_a_script_that_leaves_resumes_with_the_bits_of_an_undisturbed_run(url: s
     assert digest_of_run(url, "left") == digest_of_run(url, "calm")
     calm, left = (read_history(opened(url), run) for run in ("calm", "left"))
     assert [(row["step"], row["loss"]) for row in calm] == [(row["step"], row["loss"]) for row in left]
+
+
+def test_a_loop_that_stops_by_a_flag_exports_nothing_before_its_last_step(url: str) -> None:
+    def flagged(leave: int) -> None:
+        session = holdfast.session(seed=3)
+        model = nn.Linear(1, 1)
+        for step in range(session.restore(model=model, steps=6), 6):
+            session.step(step + 1)
+            if step + 1 == leave:
+                ask_to_leave()
+            if session.should_stop():
+                break
+        session.export(model)
+
+    run_script(url, "flagged", flagged, 2)
+    exported = layout.run("flagged", "export/")
+    assert not list(opened(url).list(exported))
+    assert run_script(url, "flagged", flagged, -1)
+    assert digest_of_run(url, "flagged")[0] == 6
+    assert list(opened(url).list(exported))
 
 
 def test_a_loop_that_starts_over_is_refused_with_the_line_to_write(url: str) -> None:

@@ -48,6 +48,7 @@ def raising(error: BaseException) -> Callable[[], None]:
         (OSError(errno.ENOMEM, "no memory to map"), ExitCode.OUT_OF_MEMORY),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), ExitCode.OUT_OF_MEMORY),
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: ..."), ExitCode.OUT_OF_MEMORY),
+        (SystemExit(0), ExitCode.USER_CODE),  # of a user's function: the step has no result
     ],
     ids=repr,
 )
@@ -55,10 +56,8 @@ def test_a_failure_ends_with_the_code_of_the_table(error: BaseException, code: E
     assert exit_code_of(raising(error)) == code
 
 
-def test_success_is_zero_and_leaving_on_purpose_is_left_alone() -> None:
+def test_success_is_zero() -> None:
     assert exit_code_of(lambda: "result") == ExitCode.OK
-    with pytest.raises(SystemExit):
-        exit_code_of(raising(SystemExit(3)))
 
 
 def test_a_known_failure_is_logged_without_a_traceback_and_a_bug_with_one(caplog: pytest.LogCaptureFixture) -> None:

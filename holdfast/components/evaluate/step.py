@@ -21,6 +21,7 @@ from holdfast.dataset.manifest import load_manifest
 from holdfast.model.exported import require_intact
 from holdfast.model.generate import generate
 from holdfast.runtime.environment import cache_dir
+from holdfast.runtime.secrets import redact
 from holdfast.scoring import key_against, reached_against, settings_key
 from holdfast.scoring.answers import score_answers
 from holdfast.scoring.device import scoring_devices
@@ -287,7 +288,7 @@ def _oppose(spec: Spec, champion: Champion, trained: Trained, scorer: _TextScore
                     "Restore what is missing, or promote another version (holdfast models promote MODEL/VERSION), or "
                     "judge without it: evaluation.unscorable_champion: ignore"
                 ) from error
-            note = f"The {opponent} could not be scored, so nothing was compared: {error}"
+            note = redact(f"The {opponent} could not be scored, so nothing was compared: {error}")  # it is published
             log.warning("%s", note)
     return Opponent(**champion.identity, measured=measured, note=note)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.code import fetch_code
-from holdfast.code.packages import LOCK_FILE
+from holdfast.code.packages import LOCK_FILE, requirements_of
 from holdfast.components.register.publish import MARKER, pinned
 from holdfast.model.files import SMALL_BYTES
 from holdfast.model.verified import BLOCK_BYTES, ExportRecord
@@ -27,7 +27,8 @@ from holdfast.store import Store, read_bounded
 from holdfast.tracking.connection import quiet_mlflow
 
 SERVING_CODE, SERVED = "serving_code.py", "holdfast-serve.json"  # see serving_code.py, which runs where MLflow loads it
-PICKLES = (".pkl", ".pickle", ".joblib", ".pt", ".pth", ".ckpt")  # torch writes pickles with the last three
+# torch writes pickles with these names. transformers loads the last two if it finds no safetensors of their names.
+PICKLES = (".pkl", ".pickle", ".joblib", ".pt", ".pth", ".ckpt", "pytorch_model.bin", "adapter_model.bin")
 # Tasks of transformers' pipelines and their classes, by the end of an architecture's name.
 TASKS = {
     "ForCausalLM": ("text-generation", "TextGenerationPipeline"),
@@ -138,10 +139,8 @@ def _describe_code(serve: Function, code: Path, folder: Path, record: ExportReco
     from mlflow.models import Model
 
     lock = code / LOCK_FILE
-    locked = [line.strip() for line in lock.read_text(encoding="utf-8-sig").splitlines()] if lock.is_file() else []
-    wanted = [line for line in locked if line and not line.startswith("#")]
-    names = {line.partition("==")[0].strip().lower() for line in wanted}
-    packages = wanted + [pinned(name) for name in ("mlflow", "blake3") if name not in names]
+    wanted = requirements_of(lock.read_text(encoding="utf-8-sig")) if lock.is_file() else {}
+    packages = [*wanted.values(), *(pinned(name) for name in ("mlflow", "blake3") if name not in wanted)]
     pyfunc.save_model(
         path=str(folder),
         python_model=str(Path(__file__).with_name(SERVING_CODE)),

@@ -28,6 +28,9 @@ class ServedCode(PythonModel):
         for name, blocks in served["files"].items():
             _require_same(folder / name, blocks, served["block_bytes"])
         module = importlib.import_module(served["module"])
+        if not Path(str(module.__file__)).resolve().is_relative_to(folder.resolve()):
+            origin = f"{served['module']} is loaded from {module.__file__}, which is not the code of this model"
+            raise ValueError(f"{origin}; load the model in a process of its own")
         self.model = getattr(module, served["class"])(folder, **served["arguments"])
 
     def predict(  # type: ignore[no-untyped-def] # MLflow checks values against annotations

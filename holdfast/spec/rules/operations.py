@@ -31,6 +31,9 @@ def check_own_metrics(spec: Spec) -> Iterator[Problem]:
         elif metric.use is None and not evaluation.command:
             remedy = "add evaluation.command, or give the metric a function: use"
             yield Problem(f"{field}.name", name, "is written by no command", remedy)
+        if metric.versus_champion != "ignore" and evaluation.versus_champion == "ignore":
+            message = "is not used by evaluation.versus_champion: ignore, which looks at no champion"
+            yield Problem(f"{field}.versus_champion", metric.versus_champion, message, "remove one of them")
     if spec.train.script is not None:
         return
     for field, function in (("evaluation.load", evaluation.load), ("registration.serve", spec.registration.serve)):

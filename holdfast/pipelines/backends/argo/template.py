@@ -1,7 +1,6 @@
 """The DAG of `holdfast.pipelines.table` as a WorkflowTemplate.
 
-It has two entrypoints: `train`, the DAG itself, and `retrain`, which first checks whether a retraining is due. A DAG
-without this check has only the first.
+It has two entrypoints: `train`, the DAG itself, and `retrain`, which first checks whether a retraining is due.
 """
 
 from __future__ import annotations
@@ -90,19 +89,16 @@ def workflow_template(spec: Spec, *, image: str | None = None, namespace: str | 
         **template_fields(spec),
     ) as template:
         edges = edges_of(spec)
-        scheduled = next((edge for edge in edges if edge.before == SCHEDULED_START), None)
-        start = start_of(spec) if scheduled is None else SCHEDULED_START
-        names = (*steps_from(start, edges), EXIT_HANDLER)
+        names = (*steps_from(SCHEDULED_START, edges), EXIT_HANDLER)
         containers = {name: container_of(name, names, spec, image) for name in names}
         # Limits concurrent pods. It matters only where one step runs many times.
         with DAG(name=TRAIN, parallelism=spec.data.fan_out if any(edge.each for edge in edges) else None):
             _tasks(list(steps_from(start_of(spec), edges)), edges, containers)
-        if scheduled is None:
-            return template
         # One at a time. A run that waited finds nothing new and ends.
         with DAG(name=RETRAIN, synchronization=Synchronization(mutexes=[Mutex(name=template_name(spec))])):
             trigger_task = Task(name=SCHEDULED_START, template=containers[SCHEDULED_START])
-            trigger_task.next(Task(name="run", template=TRAIN, when=_condition(scheduled)))
+            (edge,) = (edge for edge in edges if edge.before == SCHEDULED_START)
+            trigger_task.next(Task(name="run", template=TRAIN, when=_condition(edge)))
     return template
 
 
