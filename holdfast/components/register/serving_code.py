@@ -30,7 +30,7 @@ class ServedCode(PythonModel):
         module = importlib.import_module(served["module"])
         if not Path(str(module.__file__)).resolve().is_relative_to(folder.resolve()):
             origin = f"{served['module']} is loaded from {module.__file__}, which is not the code of this model"
-            raise ValueError(f"{origin}; load the model in a process of its own")
+            raise ValueError(f"{origin}; load the model in another process")
         self.model = getattr(module, served["class"])(folder, **served["arguments"])
 
     def predict(  # type: ignore[no-untyped-def] # MLflow checks values against annotations
