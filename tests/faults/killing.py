@@ -73,7 +73,7 @@ def find_victim(launcher: psutil.Process, name: str) -> psutil.Process | None:
     number = int(name.removeprefix("rank"))
     if (rank := ranks_of(launcher).get(number)) is not None:
         return rank
-    with patch.object(faults, "WORKER", HELD):
+    with patch.object(faults, "WORKERS", (HELD,)):
         return ranks_of(launcher).get(number)
 
 

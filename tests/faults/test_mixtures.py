@@ -69,7 +69,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes milliseconds here, so waits are shorter too."""
     for name in ("FREEZE_SECONDS", "SLOW_SECONDS", "AWAY_SECONDS"):
         monkeypatch.setattr(catalogue, name, 0.3)
-    monkeypatch.setattr(faults, "WORKER", HELD)
+    monkeypatch.setattr(faults, "WORKERS", (HELD,))
 
 
 @pytest.fixture(scope="module")
