@@ -76,15 +76,19 @@ def test_ranks_learn_from_the_same_answers_at_any_number(store: Store, tmp_path:
 
 
 @pytest.mark.drill
-def test_sharded_and_whole_models_answer_alike(store: Store, tmp_path: Path) -> None:
-    """Under elastic determinism whole and sharded replicas have the same bits, and so the same answers."""
-    sharded = overrides(*ELASTIC, "parallel.strategy=fsdp")
-    assert train_in_ranks(2, store.url, tmp_path / "two", [(sharded, "", None)]) == [""]
-    whole = overrides(*ELASTIC)
-    assert train_in_ranks(1, store.url, tmp_path / "one", [(whole, "whole", None)]) == [""]
+def test_sharded_models_answer_at_any_number_of_ranks_and_like_whole_ones(store: Store, tmp_path: Path) -> None:
+    """The strategy is part of the plan: its gradient norm is another sum. Only the first answers are those of DDP."""
+    sharded, whole = (overrides(*ELASTIC, f"parallel.strategy={strategy}") for strategy in ("fsdp", "ddp"))
+    runs = {"one": (sharded, 1), "whole": (whole, 1), "": (sharded, 2)}
+    for salt, (fields, ranks) in runs.items():
+        assert train_in_ranks(ranks, store.url, tmp_path / f"ranks{salt}", [(fields, salt, None)]) == [""]
     spec = prompt_spec(*ELASTIC, "parallel.strategy=fsdp")
-    assert trained(store, spec) == trained(store, prompt_spec(*ELASTIC), "whole")
-    assert answers(store, spec) == answers(store, prompt_spec(*ELASTIC), "whole")
+    assert trained(store, spec) == trained(store, spec, "one")
+    assert answers(store, spec) == answers(store, spec, "one")
+    run = identity_of(prompt_spec(*ELASTIC, "parallel.strategy=ddp"), "whole")
+    first = list(records_of_step(store, run, 1))
+    assert len(first) == 2
+    assert first == list(records_of_step(store, identity_of(spec), 1))
 
 
 PLACES = ("generation", "between", "update")
