@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,16 @@ from holdfast.corpus.shard_plan import plan_shards
 from holdfast.corpus.sources import resolve
 from holdfast.dataset import Dataset
 from holdfast.dataset.manifest import Example
+from holdfast.dataset.prompts import prompt_numbers
 from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
 from holdfast.pages.charts import render
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec import Spec
 from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.store import Store
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 SHOWN_TOKENS = 4096  # of a sample
 
@@ -121,9 +125,6 @@ def overview(spec: Spec, store: Store, samples: int = 8) -> Overview:
     prepared = prepare(spec, store)
     dataset = Dataset.open(store, prepared.dataset_id, cache_dir())
     manifest = dataset.manifest
-    sizes = BatchSizes.of(spec.training)
-    rows = sum(sizes.size(step) for step in range(spec.training.steps))
-    train = manifest.tokens("train")
     drops = [_drop(reason, count, manifest.example(reason)) for reason, count in manifest.dropped().items() if count]
     return Overview(
         name=spec.name,
@@ -134,7 +135,7 @@ def overview(spec: Spec, store: Store, samples: int = 8) -> Overview:
         vocabulary=manifest.tokenizer.vocabulary,
         documents=prepared.documents,
         tokens=prepared.tokens,
-        epochs=rows * spec.model.context / max(1, train),
+        epochs=_epochs(spec, manifest.tokens("train"), prepared.documents["train"]),
         sources=tuple(
             SourceSummary(
                 uri=source.uri,
@@ -152,6 +153,16 @@ def overview(spec: Spec, store: Store, samples: int = 8) -> Overview:
         histogram=_histogram(spec, prepared.dataset_id, store),
         samples=tuple(_samples(spec, dataset, samples)),
     )
+
+
+def _epochs(spec: Spec, tokens: int, documents: int) -> float:
+    """How often a run uses each token of the training split, or each prompt."""
+    training = spec.training
+    if spec.data.kind == "prompts":
+        batches = -(-training.steps // training.grpo.updates)
+        return batches * (training.global_batch // training.grpo.group) / max(1, documents)
+    sizes = BatchSizes.of(training)
+    return sum(sizes.size(step) for step in range(training.steps)) * spec.model.context / max(1, tokens)
 
 
 def _drop(reason: str, count: int, example: Example | None) -> DropSummary:
@@ -177,6 +188,8 @@ def _histogram(spec: Spec, dataset_id: str, store: Store) -> tuple[LengthBin, ..
 
 def _samples(spec: Spec, dataset: Dataset, count: int) -> list[SampleRow]:
     tokenizer = load_tokenizer(dataset.tokenizer_json())
+    if spec.data.kind == "prompts":
+        return _prompts(spec, dataset, tokenizer, count)
     weights = [source.weight for source in spec.data.sources]
     sizes = BatchSizes.of(spec.training)
     batches = dataset.training(spec.model.context, sizes, spec.training.seed, weights, spec.data.shuffle)
@@ -199,6 +212,19 @@ def _samples(spec: Spec, dataset: Dataset, count: int) -> list[SampleRow]:
             found.append(SampleRow(dataset.manifest.sources[source].uri, len(row), counted, segments))
         if len(found) >= count:
             break
+    return found
+
+
+def _prompts(spec: Spec, dataset: Dataset, tokenizer: Tokenizer, count: int) -> list[SampleRow]:
+    """The first prompts of the training sequence."""
+    prompts = dataset.prompts()
+    found: list[SampleRow] = []
+    for number in prompt_numbers(len(prompts), spec.training.seed, 0, count).tolist():
+        tokens = prompts[number].tokens[:SHOWN_TOKENS]
+        text = str(tokenizer.decode(tokens, skip_special_tokens=False))
+        segment = TokenSegment(text, "context", True, len(tokens))
+        uri = dataset.manifest.sources[prompts.source(number)].uri
+        found.append(SampleRow(uri, len(prompts[number].tokens), 0, (segment,)))
     return found
 
 

@@ -45,7 +45,7 @@ class Prompts:
 
     def __getitem__(self, number: int) -> Prompt:
         """The prompt of that number. Raises DataError for a damaged shard."""
-        source = int(np.searchsorted(self._first, number, side="right")) - 1
+        source = self.source(number)
         at = number - int(self._first[source])
         start, stop = (int(bound) for bound in self._bounds[source][at : at + 2])
         words = self._streams[source].read(start, stop - start)
@@ -53,6 +53,10 @@ class Prompts:
         raw = (words[of_record] & 0xFF).astype(np.uint8).tobytes()
         record = parse_json_object(raw, f"{self._name}: prompt {number}", "run preprocess again")
         return Prompt(number, (words[~of_record] & ID).tolist(), dict(record))
+
+    def source(self, number: int) -> int:
+        """The number of the source that a prompt is from."""
+        return int(np.searchsorted(self._first, number, side="right")) - 1
 
     def longest(self) -> tuple[int, int]:
         """The number of tokens of the longest prompt, and its number."""

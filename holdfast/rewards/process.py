@@ -1,7 +1,7 @@
 """Caller's side of the child process that computes rewards.
 
-An answer costs at most the time and memory of its reward. A child over a limit is killed with all of its processes,
-and the next request starts another one. The answer gets `on_failure`, and the cause is recorded.
+An answer costs at most the time and memory of its reward. A child over a limit is killed with the processes of its
+session, and the next request starts another one. The answer gets `on_failure`, and the cause is recorded.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from holdfast.spec.rollout import Reward
 
 START_SECONDS = 120.0
 MAX_REPLY = 2**20  # bytes
+PIPE_BYTES = 2**12  # that a pipe which is ready for writing takes without a wait (PIPE_BUF)
 
 
 @dataclass(frozen=True)
@@ -112,11 +113,7 @@ class _Child:
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | str:
         """The reply, or why there is none."""
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the missing reply shows it
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        line = self._line(seconds)
+        line = self._exchange(json.dumps(request).encode() + b"\n", seconds)
         if line is None:
             return f"took more than {seconds:g} s"
         if not line.endswith(b"\n"):
@@ -128,7 +125,7 @@ class _Child:
             return str(error)
 
     def end(self) -> None:
-        """Kill the child and every process that it started."""
+        """Kill the child and the processes of its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -138,17 +135,30 @@ class _Child:
                 stream.close()
         self._folder.cleanup()
 
-    def _line(self, seconds: float) -> bytes | None:
-        """The next line. None if it does not come in time. Without a line break if the child ended."""
+    def _exchange(self, request: bytes, seconds: float) -> bytes | None:
+        """Send a request. The next line, or None if it does not come in time. Without a line break if the child
+        ended. A child that does not read is late, too."""
+        assert self._process.stdin is not None
         assert self._process.stdout is not None
-        descriptor, deadline, line = self._process.stdout.fileno(), time.monotonic() + seconds, b""
+        source, target = self._process.stdout.fileno(), self._process.stdin.fileno()
+        deadline, line = time.monotonic() + seconds, b""
         with selectors.DefaultSelector() as selector:
-            selector.register(descriptor, selectors.EVENT_READ)
+            selector.register(source, selectors.EVENT_READ)
+            selector.register(target, selectors.EVENT_WRITE)
             while not line.endswith(b"\n") and len(line) < MAX_REPLY:
-                if not selector.select(max(0.0, deadline - time.monotonic())):
+                ready = {key.fd for key, _ in selector.select(max(0.0, deadline - time.monotonic()))}
+                if not ready:
                     return None
-                part = os.read(descriptor, 2**16)
-                if not part:
-                    break
-                line += part
+                if target in ready:
+                    try:
+                        request = request[os.write(target, request[:PIPE_BYTES]) :]
+                    except BrokenPipeError:  # the missing reply shows it
+                        request = b""
+                    if not request:
+                        selector.unregister(target)
+                if source in ready:
+                    part = os.read(source, 2**16)
+                    if not part:
+                        break
+                    line += part
         return line

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from holdfast.corpus.chat import ConversationError, prompt_text
+from holdfast.corpus.overview import overview
 from holdfast.corpus.prepare import prepare
 from holdfast.dataset import Dataset
 from holdfast.dataset.prompts import prompt_numbers
@@ -34,7 +35,7 @@ training: {global_batch: 8, micro_batch: 4, grpo: {rewards: [exact], answer_toke
 """
 
 
-def test_prompts_come_back_with_their_tokens_and_records(tmp_path: Path) -> None:
+def test_prompts_come_back_with_their_tokens_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": {"x": [number]}} for number in range(40)]
     records.append({"messages": [{"role": "user", "content": "häh?"}], "tests": "assert 1"})
     lines = [json.dumps(record) for record in [*records, records[0]]]
@@ -55,6 +56,13 @@ def test_prompts_come_back_with_their_tokens_and_records(tmp_path: Path) -> None
         sizes = [len(prompts[number].tokens) for number in range(len(prompts))]
         length, number = prompts.longest()
         assert length == max(sizes) == sizes[number]
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    shown = overview(spec, store, samples=3)
+    assert [sample.segments[0].text for sample in shown.samples] == [
+        tokenizer.decode(dataset.prompts()[number].tokens)
+        for number in prompt_numbers(len(dataset.prompts()), spec.training.seed, 0, 3).tolist()
+    ]
+    assert shown.epochs == pytest.approx(spec.training.steps / len(dataset.prompts())), "one group of eight a step"
     texts = {json.dumps(prompt.record, sort_keys=True): tokenizer.decode(prompt.tokens) for prompt in found}
     assert len(texts) == 41
     for record in records[:-1]:

@@ -28,6 +28,10 @@ def odd(record, answer):
         return float(len(bytearray(2**31)))
     if answer == "exit":
         os._exit(3)
+    if answer == "deaf":
+        os.dup(0)
+        os.dup2(os.pipe()[0], 0)
+        return 1
     if answer == "print":
         print("not a reply", flush=True)
         return 2
@@ -91,6 +95,8 @@ def test_a_reward_of_user_code_costs_at_most_its_limits(tmp_path: Path) -> None:
         began = time.monotonic()
         hung = rewards.score(record, "hang")
         assert time.monotonic() - began < 50
+        assert rewards.score(record, "deaf").values == [1.0]
+        assert rewards.score(record, "a" * 2**20).errors == ["took more than 3 s"], "it does not read"
         found = {answer: rewards.score(record, answer) for answer in ("fill", "exit", "print", "text", "network")}
     assert (hung.values, hung.errors) == ([-1.0], ["took more than 3 s"])
     assert found["fill"].values == found["exit"].values == found["text"].values == [-1.0]
