@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from holdfast.components.preprocess.__main__ import body
 from holdfast.corpus.chat import ConversationError, prompt_text
 from holdfast.corpus.overview import overview
-from holdfast.corpus.prepare import prepare
+from holdfast.corpus.prepare import Prepared
 from holdfast.dataset import Dataset
 from holdfast.dataset.prompts import prompt_numbers
 from holdfast.spec import parse_spec
@@ -44,7 +45,7 @@ def test_prompts_come_back_with_their_tokens_and_records(tmp_path: Path, monkeyp
     (tmp_path / "t.jinja").write_text(TEMPLATE, encoding="utf-8")
     store = open_store(f"file://{tmp_path / 'store'}")
     spec = parse_spec(SPEC % (tmp_path, tmp_path, tmp_path))
-    prepared = prepare(spec, store)
+    prepared = Prepared.model_validate(body(spec, store.url).result)
     assert prepared.dropped == {"duplicate": 1}
     dataset = Dataset.open(store, prepared.dataset_id, tmp_path / "cache")
     from tokenizers import Tokenizer

@@ -38,8 +38,12 @@ def body(spec: Spec, url: str, *, salt: str = "", division: str = "", trials: st
 
 
 def _require_samples(spec: Spec, dataset: Dataset) -> None:
-    """Raises DataError if a source or the held-out text is shorter than one sample. Training would fail before its
-    first step, or evaluation after the last one."""
+    """Raises DataError if a source or the held-out text is shorter than one sample, or a split has no prompt. Training
+    would fail before its first step, or evaluation after the last one."""
+    if dataset.kind == "prompts":
+        dataset.prompts("train")
+        dataset.prompts("validation")
+        return
     dataset.training(spec.model.context, spec.training.global_batch, spec.training.seed)
     dataset.validation(spec.model.context, spec.evaluation.max_tokens)
 

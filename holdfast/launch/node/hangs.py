@@ -45,6 +45,7 @@ ORDER: Sequence[Phase] = (
     "check",
     "save",
     "data",
+    "generate",
     "forward",
     "backward",
     "pipeline",

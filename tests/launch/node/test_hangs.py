@@ -61,6 +61,7 @@ def test_where_all_wait_in_the_same_place_the_network_has_some_seconds_more() ->
 
 
 def test_a_stopped_rank_is_named_wherever_it_is() -> None:
+    assert set(hangs.ORDER) == set(PHASES)
     for phase in PHASES:
         stopped = rank(1, phase, quiet=SOON, stopped=SOON, waiting=phase == "backward")
         assert suspects(stopped, *waiters(SOON, 0, 2)) == [1]
