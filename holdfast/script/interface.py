@@ -90,7 +90,8 @@ class Session:
         """
         self._count(step)
         if step % 10 == 0 and self.rank == 0:
-            log.info("step %d  %s", step, "  ".join(f"{name} {float(value):.4g}" for name, value in metrics.items()))
+            numbers = {name: value.detach() if isinstance(value, Tensor) else value for name, value in metrics.items()}
+            log.info("step %d  %s", step, "  ".join(f"{name} {float(value):.4g}" for name, value in numbers.items()))
 
     def begin_epoch(self, epoch: int) -> None:
         """Seed the beginning of an epoch, such as the base seed of loader workers. What a fetch draws depends on the

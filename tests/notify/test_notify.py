@@ -104,6 +104,13 @@ def write_finished_run(store: Store, word: str, key: str = "k-none", *overrides:
         store.put(layout.registration(RUN_ID, "r"), json.dumps(record).encode())
 
 
+def test_the_model_of_a_script_has_no_command_that_generates_text(store: Store) -> None:
+    write_finished_run(store, "blessed")
+    script = run("SUCCEEDED", "name: story\ntrain: {script: train.py}\n", run_id=RUN_ID)
+    assert script.registered == "models:/story/3"
+    assert script.next_command == ""
+
+
 def test_a_registered_run_is_summarised_with_figures_and_the_next_command(home: Path, store: Store) -> None:
     write_finished_run(store, "blessed")
     log = home / "logs" / RUN_ID / "attempt-000001.log"
@@ -113,7 +120,7 @@ def test_a_registered_run_is_summarised_with_figures_and_the_next_command(home: 
     assert summary.text.splitlines() == [
         f"**story (run {RUN_ID}): registered as models:/story/3**",
         "",
-        "- trained: 300 steps, last loss 1.5000 nats a token",
+        "- trained: 300 steps, last loss 1.5000",
         "- perplexity: 3.5",
         "- verdict: blessed (Perplexity 3.5.)",
         "- registered: models:/story/3 as champion",
@@ -132,7 +139,7 @@ def test_the_summary_of_a_failed_run_has_its_progress_and_events(store: Store) -
         for step in range(12):
             emit(SaveFailed(step=step, reason="503 [slow down]", lag=3))
     summary = run("FAILED", SPEC, run_id=RUN_ID, failed_step="train", message="train: ended")
-    assert "- trained: 40 steps, last loss 2.2500 nats a token" in summary.text.splitlines()
+    assert "- trained: 40 steps, last loss 2.2500" in summary.text.splitlines()
     assert len(summary.happened) == 11 and summary.happened[0] == "2 things more, before"
     assert "503 \\[slow down\\]" in summary.markdown
     *_, last_event = read_events(store, RUN_ID)

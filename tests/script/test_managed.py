@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,21 @@ def test_a_script_runs_without_a_launch_as_it_would_alone(capsys: pytest.Capture
     assert loop() == [0]
     assert not holdfast.session().managed
     sessions._session = None
+
+
+def test_a_loss_with_a_gradient_is_logged_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    session = holdfast.Session()
+    session.restore()
+    always = torch.is_warn_always_enabled()
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings(), caplog.at_level("INFO", "holdfast.script"):
+            warnings.simplefilter("error")
+            for step in range(1, 11):
+                session.step(step, loss=torch.ones((), requires_grad=True) * 2, rate=0.5)
+    finally:
+        torch.set_warn_always(always)
+    assert "step 10  loss 2  rate 0.5" in caplog.text
 
 
 def test_a_step_that_is_early_repeated_or_skipped_is_refused() -> None:

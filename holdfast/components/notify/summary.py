@@ -131,7 +131,7 @@ class Summary:
     kind: str = "run"  # or sweep
     failed_step: str = ""
     reason: str = ""
-    loss: float | None = None  # of the last training step, in nats a token
+    loss: float | None = None  # of the last training step, in the unit of the objective or script
     step: int | None = None  # last step that training reached
     happened: list[str] = field(default_factory=list)  # restarts, failed saves, warnings
     verdict: str = ""  # blessed or not_blessed
@@ -167,7 +167,7 @@ class Summary:
         if self.failed_step:
             yield f"- {'step' if self.status == 'cancelled' else 'failed step'}: {shown(self.failed_step)}"
         if self.step is not None and self.loss is not None:
-            yield f"- trained: {self.step} steps, last loss {self.loss:.4f} nats a token"
+            yield f"- trained: {self.step} steps, last loss {self.loss:.4f}"
         for text in self.happened:
             yield f"- happened: {shown(text)}"
         for name, value in self.metrics.items():
@@ -209,6 +209,7 @@ def run(
     events = attempt(lambda: read_events(opened, run_id, kinds=_SUMMARIZED), unknown) if opened and run_id else None
     reached = next((event for event in reversed(events or ()) if isinstance(event, Progress)), None)
     news = [*_news(events or ()), *end.done]
+    language_model = {} if checked and checked.train.script else registration
     summary = Summary(
         status=ended,
         headline=headline_of(ended, end.outcomes, verdict=verdict.get("word", ""), registered=bool(registration)),
@@ -227,7 +228,7 @@ def run(
         report=f"{opened.url}/{layout.verdict(run_id, verdict['key'], 'html')}" if opened and verdict else "",
         log=end.log_place or _local_log(run_id),
         store=opened.url if opened else "",
-        next_command=next_command(ended, registration, code, known=bool(message.strip())),
+        next_command=next_command(ended, language_model, code, known=bool(message.strip())),
         unknown=unknown,
         exit_code=code,
         ended=time.time(),
@@ -328,7 +329,8 @@ def found_of(
 
 
 def next_command(status: str, registration: dict[str, Any], exit_code: int | None, *, known: bool = True) -> str:
-    """The next action for a person, or an empty string. `known` is true if the reason of a failure is known."""
+    """The next action for a person, or an empty string. `registration` is that of a language model, or empty. `known`
+    is true if the reason of a failure is known."""
     if status == "succeeded":
         model = f"{registration['model']}@{registration['alias']}" if registration else ""
         return f'holdfast models generate {model} "Once upon a time"' if model else ""
