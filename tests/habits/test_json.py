@@ -32,6 +32,7 @@ ELSEWHERE = {
     "holdfast/launch/node/hang_consensus.py": "what nodes of this gang say to each other",
     "holdfast/model/hugging_face.py": "files of a model",
     "holdfast/model/tensor_files.py": "headers of a model's files, bounded, with their own words",
+    "holdfast/components/register/serving_code.py": "a file of the model; Holdfast need not be installed there",
     "holdfast/collectives.py": "objects that torch's collectives carry between the ranks of this gang, bounded",
     "holdfast/simulation/traces.py": "a trace of a cluster",
 }
