@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from holdfast.components.register import registration
+from holdfast.components.register import promotion
 from holdfast.components.register.promotion import promote_in_order
 from holdfast.runtime.environment import tracking_uri
 from holdfast.store import Store
@@ -43,7 +43,7 @@ def die_after_the_claim(store: Store, version: int, monkeypatch: pytest.MonkeyPa
         raise Killed
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(registration, "promote", dying)
+        patch.setattr(promotion, "promote", dying)
         replaced_champions(store, version)
 
 
@@ -134,7 +134,7 @@ def test_a_claim_of_a_deleted_version_does_not_block_a_promotion(
 
 def test_a_slow_promotion_keeps_the_newer_champion(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     replaced_champions(store, 1)
-    original = registration.promote
+    original = promotion.promote
 
     def slow(model: str, version: int, where: Store, uri: str) -> Champion:
         if version == 2 and not others:
@@ -143,6 +143,6 @@ def test_a_slow_promotion_keeps_the_newer_champion(store: Store, monkeypatch: py
         return original(model, version, where, uri)
 
     others: list[int] = []
-    monkeypatch.setattr(registration, "promote", slow)
+    monkeypatch.setattr(promotion, "promote", slow)
     assert replaced_champions(store, 2) == [1]
     assert number_of(champion(MODEL, store)) == 3
