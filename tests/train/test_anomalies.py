@@ -55,8 +55,8 @@ def plant(rank: int, size: int, url: str, folder: Path, runs: Runs, killed_after
 
     original: Any = TorchEngine._forward_backward
 
-    def planted(engine: Any, rows: torch.Tensor) -> torch.Tensor:
-        loss: torch.Tensor = original(engine, rows)
+    def planted(engine: Any, rows: torch.Tensor, sequences: int) -> torch.Tensor:
+        loss: torch.Tensor = original(engine, rows, sequences)
         if torch.initial_seed() == stream_seed(0, "step", INFINITE) and rank == size - 1:
             gradient = next(engine._trained.named())[1].grad
             (gradient.to_local() if hasattr(gradient, "to_local") else gradient).fill_(math.inf)
@@ -181,7 +181,7 @@ def test_an_update_that_is_held_back_changes_no_bit_of_weights_moments_and_count
     kind: Literal["adamw", "lamb"], anywhere: bool
 ) -> None:
     layer = torch.nn.Linear(5, 3)
-    optimizer = optimizer_of(layer, Optimizer(kind=kind), anywhere=anywhere, rows=None)
+    optimizer = optimizer_of(layer.named_parameters(), Optimizer(kind=kind), anywhere=anywhere, rows=None)
 
     def step(held: float) -> list[torch.Tensor]:
         for parameter in layer.parameters():
