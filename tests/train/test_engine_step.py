@@ -132,7 +132,7 @@ def test_the_loss_of_a_pipeline_is_the_mean_over_the_counted_tokens_at_any_layou
             topology = Topology(mesh, torch.device("cpu"))  # noqa: B023
             micro = Micro(rows_only, NextToken(), None, loss_scale, topology, settings)
 
-            def forward_backward(_tokens: Any, _targets: Any, _documents: Any, share: torch.Tensor) -> torch.Tensor:
+            def forward_backward(_seen: Any, _terms: Any, share: torch.Tensor, _weights: Any) -> torch.Tensor:
                 shares.add(float(share))  # noqa: B023
                 group = rank // mesh.tensor % mesh.averaged  # noqa: B023
                 return share * (sums[group] if mesh.speaks(rank) else 1e9)  # noqa: B023
@@ -143,8 +143,9 @@ def test_the_loss_of_a_pipeline_is_the_mean_over_the_counted_tokens_at_any_layou
                     total.fill_(everywhere)
 
             monkeypatch.setattr(accumulation.dist, "all_reduce", all_reduce)
-            pipeline: Any = SimpleNamespace(forward_backward=forward_backward)
-            stages = PipelineStages(micro, pipeline, None, rows_only, mesh.speaks(rank), 1)  # noqa: B023
+            trained = SimpleNamespace(forward_backward=forward_backward)
+            pipelines: Any = SimpleNamespace(trained=trained, reference=None, teacher=None)
+            stages = PipelineStages(micro, pipelines, None, rows_only, mesh.speaks(rank), 1)  # noqa: B023
             return float(stages.run(torch.zeros(4, 2, dtype=torch.long), count))  # noqa: B023
 
         for rank in range(mesh.size):
