@@ -47,5 +47,5 @@ def test_a_replay_computes_the_steps_of_a_run_that_rewinds_although_it_saves_not
     anomalies = Anomalies(spec.training.anomalies, torch.device("cpu"))
     assert anomalies.saves(1), "this step would be a checkpoint of the run"
     session = RankSession(spec, Gang(), started(spec, END), nothing, nothing, anomalies, [steps], leave)
-    train(session, ((step, global_batch(step).numpy()) for step in range(2)))
+    train(session, ((step, global_batch(step).numpy()) for step in range(2)), 0)
     assert steps.seen == [1, 2]
