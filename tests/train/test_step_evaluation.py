@@ -137,15 +137,15 @@ def test_scores_of_the_same_state_are_read_and_those_of_another_are_measured(
     store, spec = new_store(tmp_path / "store"), tiny_spec("training.steps=4", *EVERY[1:])
     assert train_in_ranks(1, store.url, tmp_path / "ranks", [(("training.steps=4", *EVERY[1:]), "", None)]) == [""]
     assignment = Assignment.of(spec, identity_of(spec), DATASET_ID)
-    dataset, before = Dataset.open(store, DATASET_ID, cache_dir()), find_scores(store, identity_of(spec), 2)
+    dataset, before = Dataset.open(store, DATASET_ID, cache_dir()), find_scores(store, identity_of(spec), 4)
     state, measured = torch.random.get_rng_state(), list[int]()
     original = step_evaluation.score
     monkeypatch.setattr(step_evaluation, "score", lambda *a, **k: measured.append(1) or original(*a, **k))
-    assert measure_checkpoint(store, dataset, assignment, CPU, 2) == before
+    assert measure_checkpoint(store, dataset, assignment, CPU, 4) == before
     assert not measured
     assert assignment.evaluation is not None
     fewer = assignment.evaluation.model_copy(update={"max_tokens": 320})
-    again = measure_checkpoint(store, dataset, assignment.model_copy(update={"evaluation": fewer}), CPU, 2)
+    again = measure_checkpoint(store, dataset, assignment.model_copy(update={"evaluation": fewer}), CPU, 4)
     assert measured == [1]
     assert again.max_tokens == 320
     assert torch.equal(torch.random.get_rng_state(), state)
