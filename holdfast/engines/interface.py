@@ -86,14 +86,18 @@ class Engine(Protocol):
         """Boxes that other ranks also hold and compute. Ranks with the same key have the same boxes, and must hold
         the same bits. Empty if no rank shares its part."""
 
+    def close(self) -> None:
+        """Remove what would outlive the process. The engine must not be used afterwards."""
+
+
+class AnsweringEngine(Engine, Protocol):
+    """An engine whose model can also answer prompts. With another one, the rules of the spec refuse prompts."""
+
     def generating(self) -> AbstractContextManager[Decoder]:
         """The whole model, in the arithmetic of training and without gradients, while the context is open."""
 
     def losses(self, rows: torch.Tensor) -> torch.Tensor:
         """The cross-entropy of each target of this rank's rows, without gradients: fp32 [rows, context] on the CPU."""
-
-    def close(self) -> None:
-        """Remove what would outlive the process. The engine must not be used afterwards."""
 
 
 UPDATES = "optimizer.step"  # name of the scalar that counts applied updates

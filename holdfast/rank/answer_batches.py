@@ -24,7 +24,7 @@ from holdfast.corpus.encode import load_tokenizer
 from holdfast.dataset import Dataset, Rows
 from holdfast.dataset.prompts import Prompt, prompt_numbers
 from holdfast.engines.assignment import Assignment
-from holdfast.engines.interface import Engine
+from holdfast.engines.interface import AnsweringEngine
 from holdfast.launch.device import device_name, local_device
 from holdfast.model.decoder import Decoder
 from holdfast.rewards.process import RewardProcess
@@ -59,7 +59,13 @@ class AnswerBatches:
     """The rows of each step under the objective grpo. All methods are collective calls."""
 
     def __init__(
-        self, spec: Assignment, dataset: Dataset, gang: Gang, engine: Engine, store: Store, rewards: RewardProcess
+        self,
+        spec: Assignment,
+        dataset: Dataset,
+        gang: Gang,
+        engine: AnsweringEngine,
+        store: Store,
+        rewards: RewardProcess,
     ) -> None:
         """Raises DataError without prompts, or if one is too long."""
         self._spec, self._gang, self._engine, self._store, self._rewards = spec, gang, engine, store, rewards

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 from numpy import int64
 from numpy.typing import NDArray
@@ -14,7 +14,7 @@ from holdfast.code.resolve import entered_folder
 from holdfast.collectives import Gang
 from holdfast.dataset import Dataset, Prefetcher, Rows
 from holdfast.engines.assignment import Assignment
-from holdfast.engines.interface import Engine
+from holdfast.engines.interface import AnsweringEngine, Engine
 from holdfast.rank.answer_batches import AnswerBatches
 from holdfast.rank.setup import batches, rows_of_rank
 from holdfast.rewards.process import RewardProcess
@@ -79,5 +79,6 @@ def row_source(spec: Assignment, dataset: Dataset, gang: Gang, engine: Engine, s
     if spec.objective != "grpo":
         yield _OfDataset(spec, dataset, gang)
         return
+    answering = cast(AnsweringEngine, engine)  # the rules refuse the others
     with RewardProcess(spec.training.grpo.rewards, entered_folder()) as rewards:
-        yield _OfAnswers(spec, gang, AnswerBatches(spec, dataset, gang, engine, store, rewards))
+        yield _OfAnswers(spec, gang, AnswerBatches(spec, dataset, gang, answering, store, rewards))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,14 @@ from holdfast.spec.rollout import Reward
 
 SCHEMA = {"type": "object", "required": ["x"], "properties": {"x": {"type": "integer"}}}
 MINE = """\
-import os, socket, time
+import os, socket, threading
 
 def length(record, answer, *, scale=1.0):
     return scale * len(answer) + record["base"]
 
 def odd(record, answer):
     if answer == "hang":
-        time.sleep(60)
+        threading.Event().wait()
     if answer == "fill":
         return float(len(bytearray(2**31)))
     if answer == "exit":
@@ -92,9 +91,7 @@ def test_a_reward_of_user_code_costs_at_most_its_limits(tmp_path: Path) -> None:
         assert rewards.score(record, "abc").values == [7.0]
     limited = reward("odd", timeout_seconds=3, memory_mib=256, on_failure=-1)
     with RewardProcess([limited], str(tmp_path)) as rewards:
-        began = time.monotonic()
         hung = rewards.score(record, "hang")
-        assert time.monotonic() - began < 50
         assert rewards.score(record, "deaf").values == [1.0]
         assert rewards.score(record, "a" * 2**20).errors == ["took more than 3 s"], "it does not read"
         found = {answer: rewards.score(record, answer) for answer in ("fill", "exit", "print", "text", "network")}

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -180,14 +180,6 @@ class DeepSpeedEngine:
         if self._swap:
             self._swap.require_as_written()
         return boxes
-
-    def generating(self) -> NoReturn:
-        """See Engine. The spec refuses the objectives that need it."""
-        raise NotImplementedError("DeepSpeed engines generate no answers; use parallel.strategy: ddp")
-
-    def losses(self, rows: torch.Tensor) -> NoReturn:  # noqa: ARG002
-        """See Engine. The spec refuses the objectives that need it."""
-        self.generating()
 
     def close(self) -> None:
         """See Engine."""
