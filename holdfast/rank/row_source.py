@@ -79,6 +79,6 @@ def row_source(spec: Assignment, dataset: Dataset, gang: Gang, engine: Engine, s
     if spec.objective != "grpo":
         yield _OfDataset(spec, dataset, gang)
         return
-    answering = cast(AnsweringEngine, engine)  # the rules refuse the others
+    answering = cast(AnsweringEngine, engine)  # the rules refuse prompts with another one
     with RewardProcess(spec.training.grpo.rewards, entered_folder()) as rewards:
         yield _OfAnswers(spec, gang, AnswerBatches(spec, dataset, gang, answering, store, rewards))
