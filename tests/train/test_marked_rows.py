@@ -37,7 +37,8 @@ def test_the_loss_is_that_of_transformers_on_each_conversation_alone(tmp_path) -
     for tokens, counted in zip((FIRST, SECOND), COUNTED, strict=True):
         labels = torch.tensor([[token if place in counted else IGNORED for place, token in enumerate(tokens)]])
         expected += float(theirs(torch.tensor([tokens]), labels=labels).loss) * len(counted)
-    ((tokens, targets, documents, segments, _),) = micro_batches(row(), 1, NO_TOKEN, torch.device("cpu"))
+    ((tokens, targets, documents, segments, _, scores),) = micro_batches(row(), 1, NO_TOKEN, torch.device("cpu"))
+    assert scores is None
     assert documents is not None
     assert tokens.tolist() == [FIRST + SECOND]
     assert documents.tolist() == [[0] * 5 + [1] * 4]
@@ -50,7 +51,8 @@ def test_the_loss_is_that_of_transformers_on_each_conversation_alone(tmp_path) -
 
 def test_rows_of_text_have_no_marks_and_all_of_them_counts() -> None:
     rows = torch.tensor([[*FIRST, *SECOND]])
-    ((tokens, targets, documents, segments, _),) = micro_batches(rows, 1, 0, torch.device("cpu"))
+    ((tokens, targets, documents, segments, _, scores),) = micro_batches(rows, 1, 0, torch.device("cpu"))
+    assert scores is None
     assert documents is not None
     assert (tokens.tolist(), targets.tolist()) == (rows[:, :-1].tolist(), rows[:, 1:].tolist())
     assert documents.tolist() == [[0, 0, 1, 1, 1, 1, 1, 1]]
