@@ -26,7 +26,6 @@ from typing import Any, cast
 from holdfast.checkpoint.agent.protocol import VARIABLE
 from holdfast.launch.exits import (
     FOLDER_VARIABLE,
-    RankExit,
     as_exit_code,
     node_exit_of,
     read_ranks,
@@ -100,7 +99,7 @@ def main(arguments: list[str] | None = None) -> int:
             if not codes and all(rank.code is None for rank in ranks):
                 codes = [128 + int(error.sigval)]
         except (RendezvousError, DistError) as error:  # another node failed, or the one that hosts the rendezvous
-            codes, detail = _apart(error, read_ranks(Path(folder)))
+            codes, detail = end.apart(error)
         code = end.come(codes, detail)
         output.close({} if end.hung else codes_by_pid)
     for number in _STOP_SIGNALS:  # the interpreter restores default handlers at exit
@@ -150,6 +149,19 @@ class _End:
     reclaim: SpotNoticeWatch
     leaving: _Leaving
     hung: bool = False  # ranks were ended because of a hang, so torchrun's result explains nothing
+    trained_elsewhere: bool = False  # this node stood by at the end: ranks that it had before explain nothing
+
+    def apart(self, error: Exception) -> tuple[list[int], str]:
+        """The exit code and the reason when the nodes did not meet or lost each other."""
+        ranks, name = read_ranks(self.folder), type(error).__name__
+        self.trained_elsewhere = name == "TrainedError"
+        if self.trained_elsewhere or (ranks and all(rank.code == ExitCode.OK for rank in ranks)):
+            return [], ""  # the other nodes left because the run is trained
+        met = bool(ranks) or name == "NoSlotError"
+        event = "lost each other" if met else "did not meet within cluster.nodes.rendezvous_seconds"
+        detail = f"the nodes {event}: {name} {error}"
+        log.error("%s", detail)
+        return [ExitCode.LOST_PEER if met else ExitCode.RENDEZVOUS_TIMEOUT], detail
 
     def come(self, codes: Sequence[int], detail: str) -> int:
         """Write the exit report after the ranks have ended. Returns the code that their records and `codes` explain."""
@@ -160,7 +172,8 @@ class _End:
                 hang,
                 True,
             )  # a full disk keeps no record
-        ending = node_exit_of(read_ranks(self.folder), codes, detail, reclaimed=self.reclaim.words)
+        ranks = [] if self.trained_elsewhere else read_ranks(self.folder)
+        ending = node_exit_of(ranks, codes, detail, reclaimed=self.reclaim.words)
         write_exit_report(ending)
         if self.keeper is not None:
             self.keeper.drain(latest=lambda: self.leaving.deadline)
@@ -221,17 +234,6 @@ def _choose_meeting(given: Namespace, folder: Path, key: str) -> None:
         given.rdzv_id = f"{given.rdzv_id}-{sealing.derive_key(key, 'rendezvous id')[:32]}"
         os.environ[sealing.NEAR_VARIABLE] = sealing.derive_key(key, "near copies")
     rendezvous.install(folder, key, alone=alone)
-
-
-def _apart(error: Exception, ranks: Sequence[RankExit]) -> tuple[list[int], str]:
-    """The exit code and the reason when the nodes did not meet or lost each other."""
-    if type(error).__name__ == "TrainedError" or (ranks and all(rank.code == ExitCode.OK for rank in ranks)):
-        return [], ""  # the other nodes left because the run is trained
-    met = bool(ranks) or type(error).__name__ == "NoSlotError"
-    event = "lost each other" if met else "did not meet within cluster.nodes.rendezvous_seconds"
-    detail = f"the nodes {event}: {type(error).__name__} {error}"
-    log.error("%s", detail)
-    return [ExitCode.LOST_PEER if met else ExitCode.RENDEZVOUS_TIMEOUT], detail
 
 
 def _warm_server(module: str) -> WarmServer | None:

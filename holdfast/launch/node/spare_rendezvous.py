@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 log = logging.getLogger("holdfast.launch")
 
-FAREWELL_SECONDS = 15.0  # that a node whose ranks have trained the run waits until the spares have noticed
+FAREWELL_SECONDS = 15.0  # that a node waits, once the run is trained, until the spares have noticed
 
 
 class TrainedError(RendezvousError):
@@ -85,7 +85,7 @@ class _JoinOp(_RendezvousJoinOp):
 class SpareRendezvousHandler(DynamicRendezvousHandler):
     """The rendezvous of a gang with spare nodes."""
 
-    trained = False  # whether the gang has trained the run: set before `shutdown`
+    trained = False  # whether this or another node's ranks have trained the run: set before `shutdown`
     _seated = False
 
     @classmethod
@@ -100,13 +100,13 @@ class SpareRendezvousHandler(DynamicRendezvousHandler):
         dynamic_rendezvous._RendezvousJoinOp = lambda: op  # type: ignore[assignment,misc]
         try:
             info = super().next_rendezvous()
-        except RendezvousClosedError as error:
-            if op.trained or self._was_trained():
-                raise TrainedError("the run is trained") from error
-            raise NoSlotError(f"the gang has ended, and this node had no seat: {error}") from error
         except (RendezvousError, DistError) as error:
-            if op.trained:
+            closed = isinstance(error, RendezvousClosedError)
+            self.trained = op.trained or (closed and self._was_trained())
+            if self.trained:
                 raise TrainedError("the run is trained") from error
+            if closed:
+                raise NoSlotError(f"the gang has ended, and this node had no seat: {error}") from error
             if op.stood:
                 raise NoSlotError(f"no seat can be had any more: {error}") from error
             raise
@@ -119,22 +119,27 @@ class SpareRendezvousHandler(DynamicRendezvousHandler):
         return waiting if len(self._state_holder.state.participants) < self._settings.max_nodes else 0
 
     def shutdown(self) -> bool:
-        """See base class. A node without a slot closes nothing: it had to stop. After training, it waits for the
-        spares, because this node may host the rendezvous store."""
+        """See base class. A node without a slot closes nothing: it had to stop. After training, each node waits for the
+        spares: it may host the rendezvous store, also without a slot, if it lost the one that it had."""
+        closed = True
         if not self._seated:
             self._stop_heartbeats()
-            return True
-        if not self.trained:
+        elif not self.trained:
             return super().shutdown()
-        with suppress(RendezvousError, DistError):
-            self._store.set(self._mark(), "1")
-        closed = super().shutdown()
+        else:
+            with suppress(RendezvousError, DistError):
+                self._store.set(self._mark(), "1")
+            closed = super().shutdown()
+        if self.trained:
+            self._wait_for_spares()
+        return closed
+
+    def _wait_for_spares(self) -> None:
         deadline = time.monotonic() + FAREWELL_SECONDS
         with suppress(RendezvousError, DistError):
             while self._state_holder.state.redundancy_list and time.monotonic() < deadline:
                 time.sleep(0.2)
                 self._state_holder.sync()
-        return closed
 
     def _mark(self) -> str:
         return f"holdfast.trained.{self._settings.run_id}"

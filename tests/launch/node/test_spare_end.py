@@ -1,0 +1,70 @@
+"""The end of a node that had a slot, lost it to a spare, and stands by while other nodes train the run."""
+
+from __future__ import annotations
+
+import pickle
+import threading
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
+
+from holdfast.launch import torchrun
+from holdfast.launch.exits import FOLDER_VARIABLE, RankRecord
+from holdfast.launch.node.events import NodeEvents
+from holdfast.launch.node.output import RankOutput
+from holdfast.launch.node.rendezvous import SealedBackend
+from holdfast.launch.node.spare_rendezvous import NoSlotError, SpareRendezvousHandler, TrainedError
+from holdfast.launch.node.spot_notice import SpotNoticeWatch
+from holdfast.launch.node.watchdog import Watchdog
+from holdfast.spec import ExitCode
+from tests.ports import LAUNCH_KEY
+
+(KEY,) = LAUNCH_KEY.values()
+RUN = "run"
+
+
+def closed_state(*spares: str) -> bytes:
+    state = _RendezvousState()
+    state.closed = True
+    state.redundancy_list = {_NodeDesc(name, 1, 0) for name in spares}
+    state.last_heartbeats = dict.fromkeys(state.redundancy_list, datetime.now(UTC))
+    return pickle.dumps(state)
+
+
+def test_a_node_that_stands_by_keeps_the_store_until_the_other_spares_know_that_the_run_is_trained() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=10))
+    gang = SealedBackend(store, RUN, KEY)
+    assert gang.set_state(closed_state("another spare"))
+    store.set(f"holdfast.trained.{RUN}", "1")
+    node = SpareRendezvousHandler.from_backend(RUN, store, SealedBackend(store, RUN, KEY), 2, 2)
+    with pytest.raises(TrainedError):
+        node.next_rendezvous()
+    leaving = threading.Thread(target=node.shutdown)
+    leaving.start()
+    leaving.join(1.0)
+    assert leaving.is_alive()
+    known = gang.get_state()
+    assert known is not None and gang.set_state(closed_state(), known[1])
+    leaving.join(60)
+    assert not leaving.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"), [(TrainedError("trained"), ExitCode.OK), (NoSlotError("closed"), ExitCode.LOST_PEER)]
+)
+def test_ranks_that_lost_a_peer_do_not_fail_a_node_that_stands_by_while_the_run_is_trained(
+    error: Exception, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    rank = RankRecord()
+    rank.formed(1)
+    rank.ended(ExitCode.LOST_PEER)
+    with NodeEvents(None) as events, SpotNoticeWatch(events) as reclaim:
+        output = RankOutput(None, tmp_path)
+        watchdog = Watchdog(events, tmp_path, output.add, launch_key="")
+        end = torchrun._End(tmp_path, watchdog, None, output, reclaim, torchrun._Leaving())
+        assert end.come(*end.apart(error)) == expected
+        output.close({})
