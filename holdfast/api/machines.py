@@ -142,13 +142,14 @@ def chaos(
 def verify(spec: Path, *, overrides: Sequence[str] = (), steps: int = 8, resume_at: int | None = None) -> Exactness:
     """Run the training script of a spec for some steps on this machine, without and with a stop, and compare the bits.
     `resume_at` is the step of the stop; default: the middle, and the end of an epoch. The runs are kept nowhere."""
-    from holdfast.code.resolve import publish_code
+    from holdfast.code.resolve import enter_code, publish_code
     from holdfast.components.train.exactness import verify_script
-    from holdfast.pipelines.paths import load_spec
+    from holdfast.corpus import prepare
+    from holdfast.pipelines.paths import load_spec, with_absolute_paths
     from holdfast.runtime.temporary import temporary_folder
     from holdfast.store import open_store
 
-    checked_spec = load_spec(spec, overrides)
+    checked_spec = with_absolute_paths(load_spec(spec, overrides))
     if checked_spec.train.script is None:
         raise UsageError("has no training script", "SPEC", "use `holdfast chaos` for Holdfast's own loop")
     if resume_at is not None and not 0 < resume_at < steps:
@@ -156,7 +157,11 @@ def verify(spec: Path, *, overrides: Sequence[str] = (), steps: int = 8, resume_
     with temporary_folder() as folder:
         store = open_store(f"file://{folder}/store")
         publish_code(checked_spec, store)
-        return verify_script(checked_spec, store, steps, resume_at)
+        dataset_id = ""
+        if checked_spec.data.sources:
+            enter_code(store, checked_spec.code)  # it may have readers
+            dataset_id = prepare(checked_spec, store).dataset_id
+        return verify_script(checked_spec, dataset_id, store, steps, resume_at)
 
 
 def run_with_faults(wanted: Chaos, tell: Callable[[object], None] = lambda _: None) -> Chaos:

@@ -19,7 +19,6 @@ import sys
 import tempfile
 import unicodedata
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -29,8 +28,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.code.packages import LOCK_FILE, locked_packages, require_packages
 from holdfast.runtime.environment import cache_dir, make_folder
-from holdfast.runtime.locks import lock_within, no_locks, open_lock
-from holdfast.spec.errors import DataError, HungError, MissingError, Problem, SpecError
+from holdfast.runtime.locks import holding_lock
+from holdfast.spec.errors import DataError, MissingError, Problem, SpecError
 from holdfast.spec.json_parsing import parse_json
 from holdfast.spec.redaction import names_secret
 from holdfast.spec.redaction.names import name_strength
@@ -204,7 +203,7 @@ def fetch_code(store: Store, digest: str, cache: Path | None = None) -> Path:
     root = (cache or cache_dir()) / "code"
     folder = root / digest.partition(":")[2]
     make_folder(root)
-    with _locked(root / f"{folder.name}.lock"):
+    with holding_lock(root / f"{folder.name}.lock", LOCK_SECONDS, "unpacks the code"):
         if folder.is_dir():
             if _is_intact(folder, digest):
                 require_packages(folder)
@@ -269,21 +268,6 @@ def _remove(folder: Path) -> None:
     for below, _, _ in os.walk(folder):
         Path(below).chmod(0o755)
     shutil.rmtree(folder)
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a bundle on this node."""
-    descriptor = open_lock(path)
-    try:
-        try:
-            if not lock_within(descriptor, LOCK_SECONDS):
-                raise HungError(f"{path}: another process has unpacked the code for {LOCK_SECONDS:.0f} s; end it")
-        except OSError as error:
-            raise no_locks(path, error, "set HOLDFAST_HOME to a local folder") from None
-        yield
-    finally:
-        os.close(descriptor)
 
 
 # What becomes part of a bundle, and what is refused

@@ -15,7 +15,7 @@ from typing import Literal
 from holdfast.corpus.files import Format, SourceFile, suffixes
 from holdfast.corpus.listing import MAGIC
 from holdfast.dataset.manifest import LeftOut
-from holdfast.model.hub import SCHEME, RepositoryFile, dataset_files, parse_place
+from holdfast.model.hub import SCHEME, RepositoryFile, parse_place, repository_files
 from holdfast.spec.data import Source
 from holdfast.spec.errors import DataError, MissingError
 
@@ -43,7 +43,7 @@ def hub_dataset(source: Source, named: str, wanted: Format | Literal["auto"]) ->
         place = parse_place(f"{SCHEME}{source.uri.removeprefix(DATASETS)}")
     except DataError:
         raise DataError(f"{named}: {source.uri!r} is not {DATASETS}owner/name[@revision][/path-or-glob]") from None
-    commit, listed = dataset_files(place.repository, place.revision)
+    commit, listed = repository_files(place.repository, place.revision, "dataset")
     visible = [file for file in listed if not any(part.startswith(".") for part in file.path.split("/"))]
     chosen, left_out = _whole(visible) if not place.path else (_matching(visible, place.path), {})
     if not chosen:

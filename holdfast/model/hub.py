@@ -6,11 +6,12 @@ identifying weights fetches none of them. The Hub's address is HF_ENDPOINT, the 
 
 from __future__ import annotations
 
+import glob
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from blake3 import blake3
 
@@ -102,12 +103,15 @@ class RepositoryFile(NamedTuple):
     digest: str  # sha256 of a large file, else the hash that Git gives it
 
 
-def dataset_files(repository: str, revision: str | None) -> tuple[str, list[RepositoryFile]]:
-    """The commit that a revision of a dataset's repository names now, and its files by name. Fetches none of them."""
+Kind = Literal["model", "dataset"]  # of a repository
+
+
+def repository_files(repository: str, revision: str | None, kind: Kind) -> tuple[str, list[RepositoryFile]]:
+    """The commit that a revision of a repository names now, and its files by name. Fetches none of them."""
     from huggingface_hub import HfApi
 
-    with _speaking(f"hf://datasets/{repository}"):
-        info = HfApi().dataset_info(repository, revision=revision, files_metadata=True)
+    with _speaking(_location(repository, kind)):
+        info = HfApi().repo_info(repository, revision=revision, repo_type=kind, files_metadata=True)
     files = [
         RepositoryFile(
             file.rfilename, file.size or 0, f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}"
@@ -130,6 +134,28 @@ def dataset_file(repository: str, commit: str, path: str) -> Path:
             raise
         except EntryNotFoundError:
             raise MissingError(f"{location}: the Hub no longer has it; name another revision") from None
+
+
+def fetch_files(place: Place, names: Sequence[str], kind: Kind) -> Path:
+    """The files `names` of the folder `place.path`, at a commit, in the local cache: their folder. If `place.path` is a
+    file, its path."""
+    from huggingface_hub import snapshot_download
+
+    with _speaking(_location(place.repository, kind)):
+        inside = place.path.rstrip("/")
+        patterns = [inside, *(f"{inside}/{name}" for name in names)] if inside else list(names)
+        snapshot = snapshot_download(
+            place.repository,
+            revision=place.revision,
+            repo_type=kind,
+            allow_patterns=[glob.escape(pattern) for pattern in patterns],
+            cache_dir=_cache(),
+        )
+    return Path(snapshot) / inside
+
+
+def _location(repository: str, kind: Kind) -> str:
+    return f"{SCHEME}{'datasets/' if kind == 'dataset' else ''}{repository}"
 
 
 def hub_commit(location: str) -> str:

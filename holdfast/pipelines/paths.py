@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.code.resolve import load_spec as load_plain_spec
 from holdfast.spec import Spec
 from holdfast.spec.data import Data, Source
-from holdfast.spec.errors import Problem
+from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.load import place_problems, written_leaves
 
 
@@ -41,7 +41,15 @@ def load_filled(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Spec, 
 
         if problems := problems_with_start(spec, remote=False):
             raise place_problems(problems, Path(path), overrides)
-    return resolve_script(spec, Path(path).parent), filled
+    spec = resolve_script(spec, Path(path).parent)
+    if spec.train.inputs:
+        from holdfast.script.inputs import resolve_inputs
+
+        try:
+            spec = resolve_inputs(spec, Path(path).parent)
+        except SpecError as error:
+            raise place_problems(error.problems, Path(path), overrides) from None
+    return spec, filled
 
 
 def fill_from_model(tree: dict[str, Any]) -> list[Problem]:
@@ -66,8 +74,8 @@ def store_root(url: str) -> str:
 
 def with_absolute_paths(spec: Spec) -> Spec:
     """Make every local path of the spec absolute, from the working directory. The result describes the same run."""
-    if spec.train.script is not None:
-        return spec  # it is resolved: its only path is that of the script in its bundle
+    if not spec.data.sources:  # a script, whose own paths are resolved when its spec is loaded
+        return spec
     data: Data = spec.data.model_copy(update={"sources": tuple(_source(source) for source in spec.data.sources)})
     if data.tokenizer.path:
         tokenizer = data.tokenizer.model_copy(update={"path": absolute(data.tokenizer.path)})

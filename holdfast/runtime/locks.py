@@ -9,9 +9,11 @@ import errno
 import fcntl
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.spec.errors import AccessDeniedError
+from holdfast.spec.errors import AccessDeniedError, HungError
 
 _PAUSE = 0.005  # seconds between two tries
 
@@ -46,3 +48,19 @@ def lock_within(descriptor: int, seconds: float) -> bool:
             time.sleep(_PAUSE)
         else:
             return True
+
+
+@contextmanager
+def holding_lock(path: Path, seconds: float, doing: str) -> Iterator[None]:
+    """Hold the lock of a file in the cache of this node. `doing` says what another holder does. Raises HungError if it
+    is not free within `seconds`, and AccessDeniedError where locks do not exist."""
+    descriptor = open_lock(path)
+    try:
+        try:
+            if not lock_within(descriptor, seconds):
+                raise HungError(f"{path}: another process {doing} for over {seconds:.0f} s; end it")
+        except OSError as error:
+            raise no_locks(path, error, "set HOLDFAST_HOME to a local folder") from None
+        yield
+    finally:
+        os.close(descriptor)

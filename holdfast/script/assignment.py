@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from holdfast.spec import Spec
 from holdfast.spec.checkpoint import Checkpoint
+from holdfast.spec.data import Shuffle
 from holdfast.spec.errors import DataError
 from holdfast.spec.operations import Telemetry
 from holdfast.spec.training import Anomalies
@@ -34,11 +35,14 @@ class ScriptAssignment(BaseModel):
     accelerator: str
     checkpoint: Checkpoint
     telemetry: Telemetry
+    dataset_id: str = ""  # of `data`; empty: the script reads its own data
+    shuffle: Shuffle = Shuffle()
+    source_weights: tuple[float | None, ...] = ()
     stop_at: int | None = None  # the step after which a verification saves and ends the script
     anomalies: Anomalies = Anomalies()  # for the retention of checkpoints; a script has none
 
     @classmethod
-    def of(cls, spec: Spec, run_id: str) -> ScriptAssignment:
+    def of(cls, spec: Spec, run_id: str, dataset_id: str) -> ScriptAssignment:
         """The assignment of a spec with a script."""
         return cls(
             run_id=run_id,
@@ -51,6 +55,9 @@ class ScriptAssignment(BaseModel):
             accelerator=spec.cluster.accelerator,
             checkpoint=spec.checkpoint,
             telemetry=spec.telemetry,
+            dataset_id=dataset_id,
+            shuffle=spec.data.shuffle,
+            source_weights=tuple(source.weight for source in spec.data.sources),
         )
 
     @classmethod

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from holdfast.script.data import Rows
 from holdfast.script.seeding import generator, seed_all
 from holdfast.script.tree import StateError
 from holdfast.spec.errors import ExitCode
@@ -128,6 +129,45 @@ class Session:
     def generator(self, stream: str, step: int, device: str | torch.device = "cpu") -> torch.Generator:
         """A generator for one named stream of random numbers at one step."""
         return generator(self.seed, stream, step, self._seed_rank, device)
+
+    def input(self, name: str, default: str | Path | None = None) -> Path:
+        """The path of an input of `train.inputs`: a file or a folder, which is only read. Outside a managed run it is
+        `default`. Raises StateError for an input that the spec does not have, and outside a managed run without a
+        default."""
+        if default is None:
+            raise StateError(
+                f"session.input({name!r}): this is no managed run; use `holdfast run`, or give a default path"
+            )
+        return Path(default)
+
+    def dataset(
+        self,
+        global_batch: int,  # noqa: ARG002
+        context: int,  # noqa: ARG002
+        *,
+        rank: int | None = None,  # noqa: ARG002
+        ranks: int | None = None,  # noqa: ARG002
+    ) -> Rows:
+        """The rows of the dataset of the spec's `data`, for this rank. The batch of a step depends only on the dataset,
+        the session's seed and the step, so no position is saved.
+
+        `global_batch` rows of `context` + 1 tokens are one step of all ranks. `rank` of `ranks` gets an equal share;
+        default: those of the process. Ranks that compute the same rows, as with tensor parallelism, give the same
+        `rank`. Raises StateError without a dataset or for a batch that `ranks` does not divide, and DataError for a
+        source that is shorter than a row.
+        """
+        raise StateError("session.dataset: this is no managed run; use `holdfast run` with a spec that has data")
+
+    def _share(self, rank: int | None, ranks: int | None, global_batch: int) -> tuple[int, int]:
+        """The share of a batch that this process gets."""
+        rank, ranks = self.rank if rank is None else rank, self.world_size if ranks is None else ranks
+        if not 0 <= rank < ranks:
+            raise StateError(f"session.dataset: rank {rank} is not one of {ranks}; give rank and ranks together")
+        if global_batch < 1 or global_batch % ranks:
+            raise StateError(
+                f"session.dataset: {ranks} ranks do not divide global_batch {global_batch}; use a multiple of {ranks}"
+            )
+        return rank, ranks
 
     def _count(self, step: int) -> None:
         """Count one step. Raises StateError for any number but the next one."""

@@ -35,6 +35,7 @@ from holdfast.runtime.exits import code_of, exit_code_of
 from holdfast.runtime.logs import configure_logging
 from holdfast.script import session as sessions
 from holdfast.script.assignment import ScriptAssignment
+from holdfast.script.inputs import fetch_inputs
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import HoldfastError, PreemptedError, UserCodeError
 from holdfast.store import open_store
@@ -60,6 +61,7 @@ class ScriptProcess:
     arguments: Sequence[str]
     leave: PreemptionSignal
     record: RankRecord
+    inputs: str = ""  # JSON: see `Script.input_arguments`
 
     def run(self) -> None:
         """Run the script to its end. Raises PreemptedError after a save, ScriptFailedError for an exception of the
@@ -71,6 +73,8 @@ class ScriptProcess:
             launched = read_launch(store, self.run_id, self.launch)
             assignment = ScriptAssignment.recorded(launched.assignment, f"launch {self.launch} of run {self.run_id}")
             folder = fetch_code(store, self.code)
+            phases.enter("script")  # which may take any time, as inputs may
+            inputs = fetch_inputs(self.inputs)
             _meet_by_file()
             sessions.launched = sessions.Launched(
                 store,
@@ -81,8 +85,8 @@ class ScriptProcess:
                 self.code,
                 self.leave,
                 self.record,
+                inputs,
             )
-            phases.enter("script")
             _run(folder / self.entry, self.arguments, assignment.restart_on)
 
 
@@ -174,6 +178,7 @@ def main() -> None:
     parser.add_argument("--store", required=True)
     parser.add_argument("--code", required=True)
     parser.add_argument("--entry", required=True)
+    parser.add_argument("--inputs", default="")
     options = parser.parse_args(own)
     die_with_parent()
     configure_logging()
@@ -181,7 +186,15 @@ def main() -> None:
     enable_watchdog()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # until the state is restored there is nothing to save
     process = ScriptProcess(
-        options.store, options.run_id, options.launch, options.code, options.entry, arguments, leave, record
+        options.store,
+        options.run_id,
+        options.launch,
+        options.code,
+        options.entry,
+        arguments,
+        leave,
+        record,
+        options.inputs,
     )
     code = exit_code_of(process.run)
     if leave.wanted and code == ExitCode.LOST_PEER:

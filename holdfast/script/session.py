@@ -14,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
@@ -37,6 +37,7 @@ from holdfast.checkpoint import (
 )
 from holdfast.checkpoint.lineage import newest_step
 from holdfast.collectives import Gang
+from holdfast.dataset import Dataset
 from holdfast.launch.device import device_name, local_device
 from holdfast.launch.exits import RankRecord
 from holdfast.rank.checkpoint_policy import CheckpointPolicy, failures_before, near_tiers, upload_rate
@@ -45,7 +46,9 @@ from holdfast.rank.measure.phase_timer import PhaseTimeReporter
 from holdfast.rank.plan import claim, require_equal_packages, require_one_plan, surroundings_of
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import make_deterministic
+from holdfast.runtime.environment import cache_dir
 from holdfast.script.assignment import ScriptAssignment
+from holdfast.script.data import Rows
 from holdfast.script.export import write_export
 from holdfast.script.history import ScriptHistory
 from holdfast.script.interface import PreemptionExit, Session, StopExit
@@ -79,6 +82,7 @@ class Launched:
     code: str  # digest of the bundle
     leave: PreemptionSignal
     record: RankRecord
+    inputs: Mapping[str, Path] = field(default_factory=dict)  # by name
 
 
 class ManagedSession(Session):
@@ -102,6 +106,7 @@ class ManagedSession(Session):
         self._due: tuple[int, bool] = (-1, False)
         self._left = False  # all ranks leave
         self._steps: int | None = None
+        self._dataset: Dataset | None = None
         self._updates: Counter[int] = Counter()  # steps of each optimizer before the first session.step
 
     def restore(self, *, per_rank: Mapping[str, Any] = {}, steps: int | None = None, **state: Any) -> int:
@@ -140,7 +145,7 @@ class ManagedSession(Session):
             attempt,
             Retention.of(assignment.checkpoint, assignment.anomalies),
             describe={
-                "dataset_id": "",
+                "dataset_id": assignment.dataset_id,
                 "layout": {"engine": "script", "world_size": gang.size},
                 "random": {"scheme": "keyed by step", "seed": self.seed},
             },
@@ -235,6 +240,24 @@ class ManagedSession(Session):
         self._gang.barrier()
         manifest = partial(read_manifest, self._launched.store, self.run_id, self._step)
         write_export(what, self.folder / "export", self._launched.store, manifest, self._gang)
+
+    def input(self, name: str, default: str | Path | None = None) -> Path:  # noqa: ARG002
+        """See Session."""
+        if (path := self._launched.inputs.get(name)) is not None:
+            return path
+        declared = ", ".join(self._launched.inputs) or "none"
+        raise StateError(f"session.input({name!r}): the spec has no such input ({declared}); add it to train.inputs")
+
+    def dataset(self, global_batch: int, context: int, *, rank: int | None = None, ranks: int | None = None) -> Rows:
+        """See Session."""
+        rank, ranks = self._share(rank, ranks, global_batch)
+        if not self._assignment.dataset_id:
+            raise StateError("session.dataset: the run has no dataset; add the section data to the spec")
+        if self._dataset is None:
+            self._dataset = Dataset.open(self._launched.store, self._assignment.dataset_id, cache_dir())
+        weights, shuffle = self._assignment.source_weights, self._assignment.shuffle
+        batches = self._dataset.training(context, global_batch, self.seed, weights, shuffle)
+        return Rows(self._dataset, batches, rank, ranks)
 
     # For integrations and `holdfast.script.process`
 

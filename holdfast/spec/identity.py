@@ -66,7 +66,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
     `first_weights` has the digests of the weights that `model.init_from` and `training.distillation.teacher` name (see
     `first_weights_digest`), and replaces their locations."""
     if spec.train.script is not None:
-        return _script_run_id(spec, salt)
+        return _script_run_id(spec, dataset_id, salt)
     fields, model = fields_of(spec), spec.model
     fields.pop("train")  # run ids are older than the field
     # A default that is written out makes no other run.
@@ -133,9 +133,26 @@ def _drop_unused(fields: dict[str, Any], spec: Spec) -> None:
         del fields["training"]["ema"]
 
 
-def _script_run_id(spec: Spec, salt: str) -> str:
-    """The identity of a run of a training script: its code and its arguments."""
+def _script_run_id(spec: Spec, dataset_id: str, salt: str) -> str:
+    """The identity of a run of a training script: its code, its arguments, and the content of what it reads."""
     if spec.code is None:
         remedy = "load the spec from its file, next to the script"
         raise SpecError([Problem("train.script", spec.train.script, "is a script that was not read", remedy)])
-    return digest({"script": fields_of(spec.train), "code": spec.code, "salt": salt})
+    fields = fields_of(spec.train)
+    del fields["inputs"]  # run ids are older than the field
+    inputs = {}
+    for number, each in enumerate(spec.train.inputs):
+        if each.digest is None:
+            remedy = "load the spec from its file, on a machine that can read the input"
+            raise SpecError([Problem(f"train.inputs.{number}.uri", each.uri, "is an input that was not read", remedy)])
+        inputs[each.name] = each.digest
+    values = {"script": fields, "code": spec.code, "salt": salt}
+    if inputs:
+        values["inputs"] = inputs
+    if dataset_id:
+        values |= {
+            "dataset": dataset_id,
+            "shuffle": spec.data.shuffle.model_dump(),
+            "weights": [source.weight for source in spec.data.sources],
+        }
+    return digest(values)

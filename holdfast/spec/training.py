@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from holdfast.spec.functions import USE, Function
 from holdfast.spec.rollout import Grpo
@@ -342,58 +342,3 @@ class Training(Section):
 
 KEEPING = ("powersgd", "topk")  # kinds of gradient compression whose state includes the error that they left out
 AUTO = "auto"  # instead of the section: the planner chooses
-
-
-class Script(Section):
-    """A training script of your own, in place of Holdfast's training loop."""
-
-    script: str | None = Field(
-        None,
-        pattern=r"^[^:]+\.py$",
-        description="The script: a Python file, relative to the folder of the spec. The `*.py` files of its folder "
-        "travel with it. It uses `holdfast.session()`, see [Your own code](your-own-code.md).",
-    )
-    arguments: tuple[str, ...] = Field((), max_length=1000, description="Arguments of the script.")
-    include: tuple[str, ...] = Field(
-        (), max_length=100, description="Patterns of more files in the folder of the script that travel with it."
-    )
-    determinism: Literal["off", "exact"] = Field(
-        "off",
-        description="`exact`: deterministic kernels, and random numbers that depend only on the seed, the step and the "
-        "rank. `off` promises nothing about the bits of a script.",
-    )
-    restart_on: Literal["lost", "any"] = runtime_field(
-        "lost",
-        "`lost`: a launch is repeated after a lost process, node or connection. `any`: also after an exception of the "
-        "script, within `cluster.restarts`.",
-    )
-    log_every: int = runtime_field(10, "Steps between two progress lines.", ge=1)
-    verify_steps: int = runtime_field(
-        0,
-        "With `determinism: exact`, the script is verified once before its first launch: it makes this many steps, "
-        "such as 8, also with a stop and a resume, and the bits are compared. 0: not verified. See "
-        "[Your own code](your-own-code.md).",
-        ge=0,
-        le=1000,
-    )
-    preload: tuple[str, ...] = runtime_field(
-        (),
-        "Modules that are imported once on each node, before ranks are forked, such as `transformers.trainer`. Ranks "
-        "then start without these imports. A module that cannot be imported is left out with a warning.",
-        max_length=20,
-    )
-
-    @field_validator("verify_steps")
-    @classmethod
-    def _at_least_a_step_before_and_after_a_stop(cls, value: int) -> int:
-        if value == 1:
-            raise ValueError("1 step cannot be stopped in the middle; give 2 or more, or 0")
-        return value
-
-    @field_validator("preload")
-    @classmethod
-    def _names_of_modules(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        for name in value:
-            if not all(part.isidentifier() for part in name.split(".")):
-                raise ValueError(f"{name!r} is no name of a module")
-        return value

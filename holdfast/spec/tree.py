@@ -14,8 +14,9 @@ from holdfast.spec.data import Data, NoData
 from holdfast.spec.model import Model
 from holdfast.spec.operations import Evaluation, Registration, Retraining, Serving, Telemetry
 from holdfast.spec.parallel import Parallel
+from holdfast.spec.script import Script
 from holdfast.spec.section import Section, runtime_field
-from holdfast.spec.training import Script, Training
+from holdfast.spec.training import Training
 
 SPEC_VERSION = 1
 
@@ -42,7 +43,8 @@ class Spec(Section):
     )
     data: Data = Field(
         default_factory=NoData,
-        description="Where text comes from and how it becomes tokens. Required, except with `train.script`.",
+        description="Where text comes from and how it becomes tokens. Required, except with `train.script`, "
+        "which reads it by `session.dataset`.",
     )
     train: Script = Field(default_factory=Script, description="A training script in place of Holdfast's loop.")
     model: Model = Field(default_factory=Model, description="The shape of the model.")

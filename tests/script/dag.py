@@ -79,4 +79,4 @@ def trained(
 
     write_run_metadata(store, identity, spec, "", salt)
     run_script(store.url, identity, script)
-    return spec, _finish(spec, identity, store)
+    return spec, _finish(spec, identity, "", store)

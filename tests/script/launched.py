@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint import read_manifest
@@ -24,6 +25,8 @@ def run_script(
     script: Callable[..., Any],
     *arguments: Any,
     stop_at: int | None = None,
+    dataset_id: str = "",
+    inputs: Mapping[str, Path] = {},
     **checkpoint: Any,
 ) -> bool:
     """Run a script as a separate launch. Returns whether it ended, and did not stop before."""
@@ -40,10 +43,11 @@ def run_script(
         checkpoint=Checkpoint(**{"every_steps": 100, **checkpoint}),
         telemetry=Telemetry(),
         stop_at=stop_at,
+        dataset_id=dataset_id,
     )
     launch = claim_launch(store, run_id, assignment.model_dump(mode="json"))
     sessions._session = None
-    sessions.launched = sessions.Launched(store, launch, 0.0, False, assignment, "", leave, RankRecord())
+    sessions.launched = sessions.Launched(store, launch, 0.0, False, assignment, "", leave, RankRecord(), inputs)
     error: BaseException | None = None
     try:
         with suppress(sessions.StopExit):

@@ -171,7 +171,7 @@ def test_an_exact_script_is_verified_once_before_its_first_launch(
 ) -> None:
     store = opened(f"file://{tmp_path / 'store'}")
     spec = epochs_spec(tmp_path / "code", store)
-    result = train_script(spec, store)
+    result = train_script(spec, "", store)
     exactness = read_exactness(store, result.run_id)
     assert exactness is not None
     assert exactness.is_exact
@@ -199,7 +199,7 @@ def test_a_script_that_does_not_resume_exactly_is_not_trained(
     store = opened(f"file://{tmp_path / 'store'}")
     spec = epochs_spec(tmp_path / "code", store, fault)
     with pytest.raises(HoldfastError, match=message) as error:
-        train_script(spec, store)
+        train_script(spec, "", store)
     assert code_of(error.value) == code
     assert not newest_launch(store, run_id(spec, ""))
 

@@ -105,10 +105,10 @@ def test_a_run_of_an_example_that_is_stopped_and_killed_ends_with_the_bits_of_a_
     store = opened(f"file://{tmp_path / 'store'}")
     spec = load_spec(folder / "spec.yaml", ["train.arguments=['12']"])
     publish_code(spec, store)
-    calm = train_script(spec, store, salt="calm")
+    calm = train_script(spec, "", store, salt="calm")
     for name in ("term", "kill"):
         (tmp_path / name).touch()
-    result = train_script(spec, store)
+    result = train_script(spec, "", store)
     codes = [ending.code for _, ending in sorted(read_exits(store, result.run_id).items())]
     assert codes == [ExitCode.PREEMPTED, ExitCode.KILLED, ExitCode.OK]
     assert (result.step, result.state_digest) == (12, calm.state_digest)

@@ -300,7 +300,7 @@ def test_a_script_that_never_calls_the_session_ends_with_a_warning_that_nothing_
     spec = script_spec(tmp_path / "code", store)
     write_run_metadata(store, "fedcba9876543210", spec, "", "")
     with recording(store, "fedcba9876543210", "train"):
-        _finish(spec, "fedcba9876543210", store)
+        _finish(spec, "fedcba9876543210", "", store)
     (event,) = read_events(store, "fedcba9876543210")
     assert event.is_news
     assert event.text.startswith("train.py saved nothing: it never called session.restore and session.step")
@@ -319,10 +319,10 @@ def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_a_calm_one(
     monkeypatch.setenv("TROUBLE", str(tmp_path))
     store = opened(url)
     spec = script_spec(tmp_path / "code", store)
-    calm = train_script(spec, store, salt="calm")
+    calm = train_script(spec, "", store, salt="calm")
     (tmp_path / "term").touch()
     (tmp_path / "kill").touch()
-    result = train_script(spec, store)
+    result = train_script(spec, "", store)
     codes = [ending.code for _, ending in sorted(read_exits(store, result.run_id).items())]
     assert codes == [ExitCode.PREEMPTED, ExitCode.KILLED, ExitCode.OK]
     assert (result.step, result.state_digest) == (9, calm.state_digest)
@@ -342,7 +342,7 @@ def test_an_exception_of_the_script_ends_the_run_and_is_named(
     store = opened(url)
     spec = script_spec(tmp_path / "code", store)
     with pytest.raises(GangError, match=r"train\.py raised ValueError: the script is wrong") as error:
-        train_script(spec, store)
+        train_script(spec, "", store)
     assert error.value.exit_code == ExitCode.USER_CODE
 
 

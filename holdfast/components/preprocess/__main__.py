@@ -24,7 +24,7 @@ def body(spec: Spec, url: str, *, salt: str = "", division: str = "", trials: st
     a sweep, as a JSON list of lists of overrides."""
     store = open_store(url)
     prepared = run(spec, store, division=division)
-    if not trials:  # each trial may have another context
+    if not trials and spec.train.script is None:  # trials and scripts have their own context
         _require_samples(spec, Dataset.open(store, prepared.dataset_id, cache_dir()))
     dataset = Artifact(key=layout.dataset(prepared.dataset_id), metadata={"dataset_id": prepared.dataset_id})
     shown = ""

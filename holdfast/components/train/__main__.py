@@ -19,7 +19,7 @@ def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool) -> S
     """Train on a dataset from preprocess. The result is `TrainingResult`."""
     store = open_store(url)
     if spec.train.script is not None:
-        return _script(spec, store, salt, replan)
+        return _script(spec, dataset_id, store, salt, replan)
     result = run(spec, dataset_id, store, salt, replan=replan)
     lineage = {"run_id": result.run_id, "dataset_id": dataset_id, "checkpoint": result.checkpoint}
     figures = {name: getattr(result, name) for name in ("step", "tokens", "parameters", "attempts")}
@@ -31,16 +31,18 @@ def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool) -> S
     return StepResult(result.model_dump(mode="json"), shown)
 
 
-def _script(spec: Spec, store: Store, salt: str, replan: bool) -> StepResult:
+def _script(spec: Spec, dataset_id: str, store: Store, salt: str, replan: bool) -> StepResult:
     from holdfast.components.train.script import train_script
 
-    result = train_script(spec, store, salt, replan=replan)
+    result = train_script(spec, dataset_id, store, salt, replan=replan)
     figures = {"training_loss": result.loss, "step": result.step, "attempts": result.attempts}
     shown = {
         "metrics": Artifact(metadata={name: value for name, value in figures.items() if value is not None}),
         "curves": Artifact(draw_training(spec, result.run_id, store, read_events(store, result.run_id))),
     }
     lineage = {"run_id": result.run_id, "code": result.code, "checkpoint": result.checkpoint}
+    if dataset_id:
+        lineage["dataset_id"] = dataset_id
     shown["model"] = Artifact(key=result.export or layout.run(result.run_id), metadata=lineage)
     return StepResult(result.model_dump(mode="json"), shown)
 

@@ -41,7 +41,9 @@ def nothing_saved(spec: Spec) -> str:
     )
 
 
-def verify_script(spec: Spec, store: Store, steps: int, resume_at: int | None = None, salt: str = "") -> Exactness:
+def verify_script(
+    spec: Spec, dataset_id: str, store: Store, steps: int, resume_at: int | None = None, salt: str = ""
+) -> Exactness:
     """Run the script of a spec for `steps` steps without and with stops, and compare. Without `resume_at` it stops in
     the middle, and, in another run, at the end of an epoch. A shorter script is verified for the steps that it makes.
     The runs are deleted. Raises what `run_gang` raises, and StateError for a script that is too short."""
@@ -49,11 +51,13 @@ def verify_script(spec: Spec, store: Store, steps: int, resume_at: int | None = 
     checkpoint = spec.checkpoint.model_copy(update={"digest_every": 1})
     spec = spec.model_copy(update={"train": train, "checkpoint": checkpoint})
 
-    calm, *stopped = (run_id(spec, "", f"{salt} {name}") for name in ("calm", "stopped", "stopped after an epoch"))
+    calm, *stopped = (
+        run_id(spec, dataset_id, f"{salt} {name}") for name in ("calm", "stopped", "stopped after an epoch")
+    )
     launcher = choose_launcher(spec, log_dir(calm))
 
     def run(identity: str, stop_at: int) -> int | None:
-        assignment = ScriptAssignment.of(spec, identity).model_copy(update={"stop_at": stop_at})
+        assignment = ScriptAssignment.of(spec, identity, dataset_id).model_copy(update={"stop_at": stop_at})
         run_gang(spec, assignment, store, launcher)
         return newest_step(store, identity)
 
@@ -78,7 +82,7 @@ def verify_script(spec: Spec, store: Store, steps: int, resume_at: int | None = 
         return Exactness(code=str(spec.code), resumptions=tuple(found))
 
 
-def require_verified(spec: Spec, store: Store, identity: str) -> None:
+def require_verified(spec: Spec, dataset_id: str, store: Store, identity: str) -> None:
     """Verify the script of a run with `determinism: exact` before its first launch, once. The result is recorded.
     Raises NotExactError, and what `verify_script` raises."""
     steps = spec.train.verify_steps
@@ -89,7 +93,7 @@ def require_verified(spec: Spec, store: Store, identity: str) -> None:
         return
     log.info("run %s: verifying that %s resumes exactly, for %d steps", identity, spec.train.script, steps)
     began = time.monotonic()
-    exactness = verify_script(spec, store, steps, salt=identity)
+    exactness = verify_script(spec, dataset_id, store, steps, salt=identity)
     write_exactness(store, identity, exactness)
     if exactness.skipped:
         log.warning("run %s: %s", identity, exactness.text)

@@ -37,6 +37,7 @@ class ScriptResult(BaseModel):
 
     run_id: str
     code: str  # digest of its bundle
+    dataset_id: str = ""  # empty: it reads its own data
     step: int
     loss: float | None = None  # of the last step, if the script reports one
     checkpoint: str = ""  # key of the manifest; empty for a script without a session

@@ -26,29 +26,32 @@ from holdfast.telemetry.run_metadata import write_run_metadata
 log = logging.getLogger("holdfast.train")
 
 
-def train_script(spec: Spec, store: Store, salt: str = "", *, replan: bool = False) -> ScriptResult:
-    """Run the script of (spec, salt) to its end, from its newest checkpoint. Raises what `step.train` raises."""
-    identity = run_id(spec, "", salt)
+def train_script(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: bool = False) -> ScriptResult:
+    """Run the script of (spec, dataset_id, salt) to its end, from its newest checkpoint. Raises what
+    `step.train` raises."""
+    identity = run_id(spec, dataset_id, salt)
     launcher = choose_launcher(spec, log_dir(identity))
     with launcher.only_one(identity):
         if (finished := read_script_result(store, identity)) is not None:
             log.info("run %s: already trained, step %d", identity, finished.step)
             return finished
-        write_run_metadata(store, identity, spec, "", salt)
-        require_verified(spec, store, identity)
-        with recorded_training(spec, identity, "", store) as ended:
-            run_gang(spec, ScriptAssignment.of(spec, identity), store, launcher, replan)
-            result = _finish(spec, identity, store)
+        write_run_metadata(store, identity, spec, dataset_id, salt)
+        require_verified(spec, dataset_id, store, identity)
+        with recorded_training(spec, identity, dataset_id, store) as ended:
+            run_gang(spec, ScriptAssignment.of(spec, identity, dataset_id), store, launcher, replan)
+            result = _finish(spec, identity, dataset_id, store)
             ended(f"step {result.step}")
         log.info("run %s: trained, step %d", identity, result.step)
         return result
 
 
-def _finish(spec: Spec, identity: str, store: Store) -> ScriptResult:
+def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> ScriptResult:
     """Write the result: the newest checkpoint, which the ranks saved at their end, and its export."""
     step = newest_step(store, identity)
     attempts = [number for number, _ in list_attempts(store, identity)]
-    result = ScriptResult(run_id=identity, code=str(spec.code), step=step or 0, attempts=len(attempts))
+    result = ScriptResult(
+        run_id=identity, code=str(spec.code), dataset_id=dataset_id, step=step or 0, attempts=len(attempts)
+    )
     if step is None:
         message = nothing_saved(spec)
         log.warning("run %s: %s", identity, message)

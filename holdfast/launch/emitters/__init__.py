@@ -59,7 +59,8 @@ def training_job(
     if spec.train.script is not None:
         # What runs is on the command line, so write access to the store changes neither the code nor its arguments.
         module = "holdfast.script.process"
-        own = ["--code", str(spec.code), "--entry", spec.train.script, "--", *spec.train.arguments]
+        own = ["--code", str(spec.code), "--entry", spec.train.script, *spec.train.input_arguments]
+        own += ["--", *spec.train.arguments]
         environment["PYTHONHASHSEED"] = "0"
         if spec.train.preload:
             environment[PRELOAD_VARIABLE] = " ".join(spec.train.preload)

@@ -142,6 +142,8 @@ def _inputs(spec: Spec) -> Iterator[tuple[str, str]]:
     yield "data.chat.template", spec.data.chat.template or ""
     for index, source in enumerate(spec.data.sources):
         yield f"data.sources.{index}.uri", source.uri
+    for index, given in enumerate(spec.train.inputs):
+        yield f"train.inputs.{index}.uri", given.uri
 
 
 def _read_by_steps(spec: Spec, shared_volumes: bool) -> str:

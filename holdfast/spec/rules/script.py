@@ -29,9 +29,12 @@ def check_script(spec: Spec) -> Iterator[Problem]:
     if script.is_absolute() or ".." in script.parts:
         remedy = "write a path relative to the folder of the spec, and keep the script below it"
         yield Problem("train.script", spec.train.script, "is no path below the folder of the spec", remedy)
-    if spec.data.sources:
-        message = "is not used by train.script, which reads its own data"
-        yield Problem("data", None, message, "remove the section data")
+    if spec.data.kind != "text":
+        remedy = "use kind: text, or name the files in train.inputs"
+        yield Problem("data.kind", spec.data.kind, "is not read by train.script", remedy)
+    if spec.data.document_masks:
+        message = "is not used by train.script, which masks documents itself"
+        yield Problem("data.document_masks", True, message, "remove it")
     for section in _WITHOUT_USE:
         for name, value in _changed(getattr(spec, section)):
             yield Problem(f"{section}.{name}", value, "is not used by train.script", "remove it")

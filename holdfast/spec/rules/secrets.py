@@ -24,6 +24,7 @@ def check_no_secrets_in_urls(spec: Spec) -> Iterator[Problem]:
     ]
     for index, source in enumerate(spec.data.sources):
         urls += [(f"data.sources.{index}.uri", source.uri), (f"data.sources.{index}.repo", source.repo)]
+    urls += [(f"train.inputs.{index}.uri", given.uri) for index, given in enumerate(spec.train.inputs)]
     for field, url in urls:
         if url and carries_secret(url):
             yield Problem(

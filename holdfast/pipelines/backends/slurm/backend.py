@@ -115,12 +115,11 @@ class Submitted:
         """The steps of its DAG, in order. Only its folder knows that it trains a script."""
         if self.is_sweep:
             return list(steps_from(START, SWEEP_EDGES))
-        if START not in self.jobs and FAN_OUT_START not in self.jobs:
-            for file in folder_of(self.key).glob("spec-*.yaml"):
-                with suppress(HoldfastError, OSError):  # a spec of another version
-                    spec = parse_spec(file.read_text(encoding="utf-8"))
-                    if spec.train.script is not None:
-                        return list(steps_from(start_of(spec), edges_of(spec)))
+        for file in folder_of(self.key).glob("spec-*.yaml"):
+            with suppress(HoldfastError, OSError):  # a spec of another version
+                spec = parse_spec(file.read_text(encoding="utf-8"))
+                if spec.train.script is not None:
+                    return list(steps_from(start_of(spec), edges_of(spec)))
         return list(steps_from(START, EDGES))
 
 

@@ -293,6 +293,8 @@ def _command(chain: Chain, step: str, made: Mapping[str, int]) -> list[str]:
     if chain.spec.code is not None:  # on the command line, and not only in the file
         inputs.append(f"--set=code={chain.spec.code}")
     if (script := chain.spec.train.script) is not None:
-        fields = {"script": script, "arguments": chain.spec.train.arguments}
+        fields: dict[str, object] = {"script": script, "arguments": chain.spec.train.arguments}
+        if chain.spec.train.inputs:
+            fields["inputs"] = [each.model_dump() for each in chain.spec.train.inputs]
         inputs += [f"--set=train.{name}={json.dumps(value)}" for name, value in fields.items()]
     return [*command, *inputs, *(f"--{name}={value}" for name, value in arguments.items())]
