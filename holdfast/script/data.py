@@ -1,4 +1,4 @@
-"""Rows of a prepared dataset for a training script: the batch of a step, without a position that is saved."""
+"""DatasetRows of a prepared dataset for a training script: the batch of a step, without a position that is saved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.dataset import Dataset
 from holdfast.dataset.batches import Batches, Prefetcher
 
 
-class Rows:
+class DatasetRows:
     """The rows of one rank. `session.dataset` creates it."""
 
     def __init__(self, dataset: Dataset, batches: Batches, rank: int, ranks: int) -> None:
@@ -36,7 +36,7 @@ class Rows:
 
     @property
     def rows_per_epoch(self) -> int:
-        """Rows of one pass over the dataset, for all ranks together."""
+        """DatasetRows of one pass over the dataset, for all ranks together."""
         return self._batches.samples
 
     def tokenizer_json(self) -> str:

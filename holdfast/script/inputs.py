@@ -22,7 +22,7 @@ from holdfast.runtime.locks import holding_lock
 from holdfast.spec import Spec
 from holdfast.spec.errors import DataError, HoldfastError, MissingError, Problem, SpecError
 from holdfast.spec.json_parsing import parse_json
-from holdfast.spec.script import Input
+from holdfast.spec.script import ScriptInput
 from holdfast.store.json_reading import read_file_bounded
 from holdfast.store.open import local_folder, open_store
 from holdfast.store.payload import check_key
@@ -34,7 +34,7 @@ _DATASETS = f"{SCHEME}datasets/"
 
 
 @dataclass(frozen=True)
-class _File:
+class _InputFile:
     """A file of an input. A single file has the path of its name."""
 
     path: str  # relative, with `/`
@@ -43,11 +43,11 @@ class _File:
 
 
 @dataclass(frozen=True)
-class _Listing:
+class _InputListing:
     """The files of an input where it is now. `uri` names the commit, if it is on the Hub."""
 
     uri: str
-    files: tuple[_File, ...]
+    files: tuple[_InputFile, ...]
 
     @property
     def digest(self) -> str:
@@ -68,7 +68,7 @@ class InputPlace(BaseModel):
 def resolve_inputs(spec: Spec, folder: Path) -> Spec:
     """The spec with the digests of its script's inputs. Paths are relative to `folder`, and become absolute. Inputs
     that have a digest stay as they are. Raises SpecError that names every input that cannot be read."""
-    problems, inputs = list[Problem](), list[Input]()
+    problems, inputs = list[Problem](), list[ScriptInput]()
     for number, given in enumerate(spec.train.inputs):
         if given.digest is not None:
             inputs.append(given)
@@ -124,14 +124,14 @@ def _absolute(uri: str, folder: Path) -> str:
     return os.path.normpath((folder / path).absolute())
 
 
-def _list(uri: str) -> _Listing:
+def _list(uri: str) -> _InputListing:
     """The files of an input. Raises MissingError if there are none."""
     if is_hub(uri):
         listing = _list_hub(uri)
     elif uri.startswith("s3://"):
-        listing = _Listing(uri, tuple(_list_bucket(uri)))
+        listing = _InputListing(uri, tuple(_list_bucket(uri)))
     else:
-        listing = _Listing(uri, tuple(_list_local(Path(uri))))
+        listing = _InputListing(uri, tuple(_list_local(Path(uri))))
     if not listing.files:
         raise MissingError(f"{uri}: has no files; hidden files do not count")
     if len(listing.files) > MAX_FILES:
@@ -139,14 +139,14 @@ def _list(uri: str) -> _Listing:
     return listing
 
 
-def _list_local(path: Path) -> Iterator[_File]:
+def _list_local(path: Path) -> Iterator[_InputFile]:
     if path.is_file():
-        yield _File(path.name, path.stat().st_size, _digest(path))
+        yield _InputFile(path.name, path.stat().st_size, _digest(path))
         return
     if not path.exists():
         raise MissingError(f"{path}: does not exist on this machine")
     for name, file in _visible(path):
-        yield _File(name, file.stat().st_size, _digest(file))
+        yield _InputFile(name, file.stat().st_size, _digest(file))
 
 
 def _visible(folder: Path) -> list[tuple[str, Path]]:
@@ -176,20 +176,20 @@ def _bucket(uri: str) -> tuple[str, str]:
     return f"s3://{bucket}", key.rstrip("/")
 
 
-def _list_bucket(uri: str) -> Iterator[_File]:
+def _list_bucket(uri: str) -> Iterator[_InputFile]:
     """The objects of a key or a prefix, with their versions."""
     url, key = _bucket(uri)
     store = open_store(url)
     if (info := store.stat(key)) is not None:
-        yield _File(key.rpartition("/")[2], info.size, str(info.version))
+        yield _InputFile(key.rpartition("/")[2], info.size, str(info.version))
         return
     for info in store.list(f"{key}/"):
         name = info.key.removeprefix(f"{key}/")
         if not name.endswith("/") and name and _is_visible(name):  # consoles mark folders by such names
-            yield _File(name, info.size, str(info.version))
+            yield _InputFile(name, info.size, str(info.version))
 
 
-def _list_hub(uri: str) -> _Listing:
+def _list_hub(uri: str) -> _InputListing:
     """The files of a repository at the commit that its revision names now, and the URI with that commit."""
     prefix, kind = (_DATASETS, "dataset") if uri.startswith(_DATASETS) else (SCHEME, "model")
     place = parse_place(f"{SCHEME}{uri.removeprefix(prefix)}")
@@ -203,12 +203,12 @@ def _list_hub(uri: str) -> _Listing:
         elif inside and name == file.path:
             continue
         if _is_visible(name):
-            files.append(_File(name, file.size, file.digest))
+            files.append(_InputFile(name, file.size, file.digest))
     path = f"/{inside}" if inside else ""
-    return _Listing(f"{prefix}{place.repository}@{commit}{path}", tuple(files))
+    return _InputListing(f"{prefix}{place.repository}@{commit}{path}", tuple(files))
 
 
-def _place(listing: _Listing, folder: Path) -> Path:
+def _place(listing: _InputListing, folder: Path) -> Path:
     """The path of a listed input on this node, after fetching it."""
     uri = listing.uri
     if is_hub(uri):
@@ -230,7 +230,7 @@ def _place(listing: _Listing, folder: Path) -> Path:
 # What this node has fetched or hashed before: the path, and the size and time of each file
 
 
-class _Record(BaseModel):
+class _FetchedInput(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     path: str
@@ -246,16 +246,16 @@ def _stamps(path: Path, single: bool) -> dict[str, tuple[int, int]]:
 def _recorded(record: Path) -> Path | None:
     """The path in the record of an input, if its files did not change since."""
     try:
-        found = _Record.model_validate_json(read_file_bounded(record, MAX_RECORD))
+        found = _FetchedInput.model_validate_json(read_file_bounded(record, MAX_RECORD))
         path = Path(found.path)
         return path if _stamps(path, found.single) == found.files else None
     except (HoldfastError, ValueError, OSError):
         return None
 
 
-def _record(record: Path, path: Path, listing: _Listing) -> None:
+def _record(record: Path, path: Path, listing: _InputListing) -> None:
     single = path.is_file()
-    found = _Record(path=str(path), single=single, files=_stamps(path, single))
+    found = _FetchedInput(path=str(path), single=single, files=_stamps(path, single))
     if sorted(found.files) != sorted(file.path for file in listing.files):
         raise DataError(f"{listing.uri}: changed while it was read; run again when no process writes to it")
     with tempfile.NamedTemporaryFile("w", dir=record.parent, prefix=".record-", delete=False) as written:

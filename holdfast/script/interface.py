@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from holdfast.script.data import Rows
+from holdfast.script.data import DatasetRows
 from holdfast.script.seeding import generator, seed_all
 from holdfast.script.tree import StateError
 from holdfast.spec.errors import ExitCode
@@ -147,7 +147,7 @@ class Session:
         *,
         rank: int | None = None,  # noqa: ARG002
         ranks: int | None = None,  # noqa: ARG002
-    ) -> Rows:
+    ) -> DatasetRows:
         """The rows of the dataset of the spec's `data`, for this rank. The batch of a step depends only on the dataset,
         the session's seed and the step, so no position is saved.
 

@@ -48,7 +48,7 @@ from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import make_deterministic
 from holdfast.runtime.environment import cache_dir
 from holdfast.script.assignment import ScriptAssignment
-from holdfast.script.data import Rows
+from holdfast.script.data import DatasetRows
 from holdfast.script.export import write_export
 from holdfast.script.history import ScriptHistory
 from holdfast.script.interface import PreemptionExit, Session, StopExit
@@ -248,7 +248,9 @@ class ManagedSession(Session):
         declared = ", ".join(self._launched.inputs) or "none"
         raise StateError(f"session.input({name!r}): the spec has no such input ({declared}); add it to train.inputs")
 
-    def dataset(self, global_batch: int, context: int, *, rank: int | None = None, ranks: int | None = None) -> Rows:
+    def dataset(
+        self, global_batch: int, context: int, *, rank: int | None = None, ranks: int | None = None
+    ) -> DatasetRows:
         """See Session."""
         rank, ranks = self._share(rank, ranks, global_batch)
         if not self._assignment.dataset_id:
@@ -257,7 +259,7 @@ class ManagedSession(Session):
             self._dataset = Dataset.open(self._launched.store, self._assignment.dataset_id, cache_dir())
         weights, shuffle = self._assignment.source_weights, self._assignment.shuffle
         batches = self._dataset.training(context, global_batch, self.seed, weights, shuffle)
-        return Rows(self._dataset, batches, rank, ranks)
+        return DatasetRows(self._dataset, batches, rank, ranks)
 
     # For integrations and `holdfast.script.process`
 

@@ -10,7 +10,7 @@ from pydantic import Field, field_validator
 from holdfast.spec.section import Section, runtime_field
 
 
-class Input(Section):
+class ScriptInput(Section):
     """Files that a training script needs, under a name. `session.input(name)` returns their path."""
 
     name: str = Field(..., pattern=r"^[a-z][a-z0-9_-]{0,63}$", description="The name, as in `session.input(name)`.")
@@ -41,7 +41,7 @@ class Script(Section):
     include: tuple[str, ...] = Field(
         (), max_length=100, description="Patterns of more files in the folder of the script that travel with it."
     )
-    inputs: tuple[Input, ...] = Field(
+    inputs: tuple[ScriptInput, ...] = Field(
         (),
         max_length=100,
         description="Files that the script needs, fetched to each node before the script starts. Their content is part "
@@ -82,7 +82,7 @@ class Script(Section):
 
     @field_validator("inputs")
     @classmethod
-    def _distinct_names(cls, value: tuple[Input, ...]) -> tuple[Input, ...]:
+    def _distinct_names(cls, value: tuple[ScriptInput, ...]) -> tuple[ScriptInput, ...]:
         names = [each.name for each in value]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"{min(repeated)!r} is the name of two inputs; give each another name")

@@ -19,7 +19,7 @@ from holdfast.pipelines.backends.slurm.emit import jobs_of
 from holdfast.pipelines.paths import load_spec
 from holdfast.spec import Spec
 from holdfast.spec.errors import MissingError, SpecError
-from holdfast.spec.script import Input
+from holdfast.spec.script import ScriptInput
 from holdfast.store import open_store
 
 LOOP = Path(__file__).parents[2] / "examples/scripts/loop/spec.yaml"
@@ -49,7 +49,7 @@ def test_jobs_of_every_scheduler_have_the_digest_and_the_arguments_on_their_comm
 
 def test_inputs_are_on_the_command_lines(spec: Spec) -> None:
     given = {"name": "words", "uri": "s3://bucket/words", "digest": "0" * 64}
-    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"inputs": (Input(**given),)})})
+    spec = spec.model_copy(update={"train": spec.train.model_copy(update={"inputs": (ScriptInput(**given),)})})
     job = training_job(spec, "0123456789abcdef", 3, "s3://bucket/prefix")
     place = {"digest": "0" * 64, "uri": "s3://bucket/words"}
     assert job.command[-6:-3] == ["--inputs", json.dumps({"words": place}, separators=(",", ":")), "--"]
