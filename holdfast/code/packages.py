@@ -7,7 +7,7 @@ is installed when a job starts. A job with other packages ends before its ranks 
 from __future__ import annotations
 
 import re
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
 from holdfast.runtime.secrets import redact
@@ -15,6 +15,11 @@ from holdfast.spec.errors import Problem, SpecError
 
 LOCK_FILE = "requirements.lock"
 _EXACT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?\s*==\s*([A-Za-z0-9.+!-]+)")
+
+
+def installed_packages() -> list[str]:
+    """All packages of this environment as `name==version`, sorted."""
+    return sorted({f"{one.name}=={one.version}" for one in distributions()})
 
 
 def locked_packages(text: str) -> tuple[dict[str, str], list[Problem]]:

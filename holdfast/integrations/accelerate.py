@@ -13,6 +13,7 @@ from typing import Any
 from accelerate import skip_first_batches
 
 from holdfast.script.interface import Session
+from holdfast.script.seeding import generator as stream_generator
 from holdfast.script.tree import StateError
 
 
@@ -57,6 +58,7 @@ class ResumableBatches:
             self._loader.iteration = self.epoch  # what it sets when it begins
         generator = getattr(self._loader, "synchronized_generator", None)
         if generator is not None:
-            generator.manual_seed(self._session.generator("order", self.epoch).initial_seed())
+            # Of no rank: all ranks share the order, and each has a part of it.
+            generator.manual_seed(stream_generator(self._session.seed, "order", self.epoch).initial_seed())
         self._session.begin_epoch(self.epoch)
         return skip_first_batches(self._loader, self.batch) if self.batch else self._loader

@@ -8,6 +8,7 @@ used: its callback events, `training_step`, and `_load_from_checkpoint`, which i
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -139,8 +140,15 @@ class _TrainerItem:
                 setattr(callback, attribute, value)
 
     def _callbacks(self) -> dict[str, Any]:
-        callbacks = self._trainer.callback_handler.callbacks
-        return {type(one).__name__: one for one in callbacks if isinstance(one, ExportableState)}
+        """The callbacks that have a state, by class; further ones of the same class have their number, from 1."""
+        named: dict[str, Any] = {}
+        classes: Counter[str] = Counter()
+        for one in self._trainer.callback_handler.callbacks:
+            if isinstance(one, ExportableState):
+                name = type(one).__name__
+                named[f"{name}-{classes[name]}" if classes[name] else name] = one
+                classes[name] += 1
+        return named
 
 
 def _steps_of_epoch(loader: Any, args: Any, state: TrainerState) -> int:

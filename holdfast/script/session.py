@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -36,6 +35,7 @@ from holdfast.checkpoint import (
     read_manifest,
 )
 from holdfast.checkpoint.lineage import newest_step
+from holdfast.code.packages import installed_packages
 from holdfast.collectives import Gang
 from holdfast.dataset import Dataset
 from holdfast.launch.device import device_name, local_device
@@ -361,13 +361,16 @@ class ManagedSession(Session):
             return
         phases.enter("script")
         self._updates[id(optimizer)] += 1
-        if self._updates[id(optimizer)] == UNREPORTED_UPDATES and self._gang.rank == 0:
+        if self._updates[id(optimizer)] == UNREPORTED_UPDATES:
             message = (
                 f"the script made {UNREPORTED_UPDATES} optimizer steps after session.restore without session.step: "
                 "nothing is saved, and a failure repeats them; call session.step(step + 1) after each optimizer step"
             )
-            log.warning("%s", message)
-            emit(WarningIssued(message=message))
+            if self._assignment.stop_at is not None:  # a verification would last as long as the whole run
+                raise StateError(message)
+            if self._gang.rank == 0:
+                log.warning("%s", message)
+                emit(WarningIssued(message=message))
 
     def _next(self, step: int) -> None:
         """Prepare the step after `step`."""
@@ -399,7 +402,7 @@ class ManagedSession(Session):
     def _plan(self, device: torch.device) -> Plan:
         """The plan of this gang. A collective call."""
         assignment = self._assignment
-        packages = sorted({f"{one.name}=={one.version}" for one in distributions()})
+        packages = installed_packages()
         plan = Plan(
             settings={
                 "parallel.strategy": "script",

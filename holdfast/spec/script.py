@@ -59,10 +59,10 @@ class Script(Section):
     )
     log_every: int = runtime_field(10, "Steps between two progress lines.", ge=1)
     verify_steps: int = runtime_field(
-        0,
+        4,
         "With `determinism: exact`, the script is verified once before its first launch: it makes this many steps, "
-        "such as 8, also with a stop and a resume, and the bits are compared. 0: not verified. See "
-        "[Your own code](your-own-code.md).",
+        "also with a stop and a resume, and the bits are compared. The same code in the same environment is verified "
+        "once. 0: not verified. See [Your own code](your-own-code.md).",
         ge=0,
         le=1000,
     )

@@ -4,6 +4,7 @@ datasets/<dataset-id>/dataset.json + shards
          _units/<digest>/      tokenized units of preprocess: a cache
 bases/<weights>/nf4/<matrix>  a quantized matrix of frozen weights, by the digest of the weights
 code/<digest>                 a bundle of a user's code, named by the whole digest of its bytes
+verifications/<key>.json                      a script resumed with equal bits, in this environment: not verified again
 runs/<run-id>/run.json                        the run's metadata: spec, dataset id, salt
               parent.json                     the run and the step that it was forked from, whose bytes it began with
               backend.json                    the backend and the job of its last submission
@@ -117,6 +118,11 @@ def ending(run_id: str, launch: int) -> str:
 def exactness(run_id: str) -> str:
     """The result of verifying the training script of a run."""
     return run(run_id, "exactness.json")
+
+
+def verification(key: str) -> str:
+    """The result of verifying a training script, which other runs of the same code and environment use."""
+    return f"verifications/{key}.json"
 
 
 def micro_batch(run_id: str, plan: str, candidate: int | None = None) -> str:

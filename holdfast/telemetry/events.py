@@ -368,6 +368,29 @@ class AuditDiffers(BaseEvent):
         return f"step {self.step}, computed again on {self.host} from step {self.start}, differs: {self.differing}"
 
 
+class ScriptVerification(BaseEvent):
+    """A training script is verified before its first launch: the beginning, an estimate, and the result."""
+
+    kind: Literal["script_verification"] = "script_verification"
+    urgent: ClassVar[bool] = True
+    steps: int
+    seconds: float | None = None  # so far; None: it begins
+    seconds_left: float = 0.0  # estimate; 0 at the end
+    result: Text = ""
+
+    @property
+    def text(self) -> str:
+        """See BaseEvent."""
+        if self.seconds is None:
+            return (
+                f"verifying that the script resumes exactly: {self.steps} steps without a stop, and again with one; "
+                "once for this code and environment; --set train.verify_steps=0 skips it"
+            )
+        if not self.result:
+            return f"verifying: one of its launches took {self.seconds:.0f} s, about {self.seconds_left:.0f} s more"
+        return f"verified in {self.seconds:.0f} s: {self.result}"
+
+
 class StepBegan(BaseEvent):
     """A step of the DAG begins."""
 
@@ -443,6 +466,7 @@ Event = (
     | NodeReclaimed
     | HealthChecked
     | AuditDiffers
+    | ScriptVerification
     | StepBegan
     | StepEnded
     | RunEnded

@@ -48,6 +48,8 @@ class Exactness(BaseModel):
     code: str = ""  # digest of the bundle
     resumptions: tuple[Resumption, ...] = ()
     skipped: str = ""  # why nothing was compared
+    seconds: float = 0.0  # time that it took
+    run_id: str = ""  # the run that it was made for; other runs of the same code and environment use it
 
     @property
     def is_exact(self) -> bool:
@@ -69,6 +71,16 @@ class Exactness(BaseModel):
         stops = " and ".join(str(one.resumed_at) for one in self.resumptions)
         result = "equal" if self.is_exact else "different"
         return f"resumed at step {stops}, {result} at step {self.resumptions[0].steps}"
+
+
+def write_verification(store: Store, key: str, exactness: Exactness) -> None:
+    """Record a verification for later runs of the same code and environment."""
+    store.put(layout.verification(key), exactness.model_dump_json(indent=2).encode())
+
+
+def find_verification(store: Store, key: str) -> Exactness | None:
+    """The verification of a code and an environment; None if there is none."""
+    return find_json(store, layout.verification(key), Exactness)
 
 
 def write_exactness(store: Store, run_id: str, exactness: Exactness) -> None:

@@ -78,7 +78,8 @@ class Script:
         place.spec = write_example(place.folder / "code", "loop")
         place.overrides = [*_general(place), f"cluster.environment={_variables(self.gate.environment)}"]
         place.overrides += ["parallel.processes=1", f'train.arguments=["{self.steps}"]', "checkpoint.grace_seconds=5"]
-        self.local = ["parallel.processes=2", f'train.arguments=["{self.steps}"]']
+        place.overrides += ["train.verify_steps=0"]
+        self.local = ["train.verify_steps=0", "parallel.processes=2", f'train.arguments=["{self.steps}"]']
 
     def open(self) -> None:
         """Let the ranks go on to their end."""

@@ -43,7 +43,7 @@ def step(self, number, /, **metrics):
     _step(self, number, **metrics)
     for at, name, sent in ((3, "term", signal.SIGTERM), (7, "kill", signal.SIGKILL)):
         path = Path(os.environ["TROUBLE"]) / name
-        if number == at and path.exists():
+        if number == at and self.rank == self.world_size - 1 and path.exists():
             path.unlink()
             os.kill(os.getpid(), sent)
 
@@ -88,14 +88,12 @@ def _runs(
 
 @pytest.mark.drill
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    ("framework", "example"),
-    [("transformers", "transformers"), ("accelerate", "accelerate"), ("lightning", "lightning"), ("trl", "trl")],
-)
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("example", ["transformers", "accelerate", "lightning", "trl"])
 def test_a_run_of_an_example_that_is_stopped_and_killed_ends_with_the_bits_of_a_calm_one(
-    framework: str, example: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    example: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip(framework, reason=f"needs {framework}: pip install 'holdfast[scripts]'")
+    pytest.importorskip(example, reason=f"needs {example}: pip install 'holdfast[scripts]'")
     monkeypatch.setenv("TROUBLE", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     folder = tmp_path / "code"
@@ -103,7 +101,7 @@ def test_a_run_of_an_example_that_is_stopped_and_killed_ends_with_the_bits_of_a_
     with (folder / "mine.py").open("a") as file:
         file.write(TROUBLE)
     store = opened(f"file://{tmp_path / 'store'}")
-    spec = load_spec(folder / "spec.yaml", ["train.arguments=['12']"])
+    spec = load_spec(folder / "spec.yaml", ["train.arguments=['12']", "train.verify_steps=0", f"parallel.processes={processes}"])
     publish_code(spec, store)
     calm = train_script(spec, "", store, salt="calm")
     for name in ("term", "kill"):

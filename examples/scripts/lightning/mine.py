@@ -33,7 +33,7 @@ class LitGPT(L.LightningModule):
     def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
         """The loss of a batch that is not trained on, for the schedule."""
         loss = cross_entropy(self(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
-        self.log("validation_loss", loss)
+        self.log("validation_loss", loss, sync_dist=True)  # one schedule for all ranks
 
     def configure_optimizers(self) -> dict:
         """AdamW, with a learning rate that falls when the validation loss does not."""

@@ -1,5 +1,6 @@
 """A Lightning Trainer. The lines marked `# +` make it resume exactly after any failure."""
 
+import os
 import sys
 
 import lightning as L
@@ -14,6 +15,7 @@ trainer = L.Trainer(
     max_steps=steps,
     accumulate_grad_batches=2,
     accelerator="cpu",
+    devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
     logger=False,
     enable_progress_bar=False,
     enable_model_summary=False,

@@ -7,14 +7,18 @@ and plain values after the last step are compared.
 from __future__ import annotations
 
 import logging
+import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import pairwise
 
 from holdfast.checkpoint import Checkpoint, open_checkpoint
 from holdfast.checkpoint.lineage import newest_step
 from holdfast.checkpoint.tools.difference import differences
+from holdfast.code import fetch_code
+from holdfast.code.packages import installed_packages
+from holdfast.components.train.following import STEP
 from holdfast.components.train.step import run_gang
 from holdfast.launch import choose_launcher
 from holdfast.launch.launches import newest_launch
@@ -23,9 +27,18 @@ from holdfast.script.assignment import ScriptAssignment
 from holdfast.script.state import TREE
 from holdfast.script.tree import StateError, differing_paths, from_bytes
 from holdfast.spec import Spec, run_id
+from holdfast.spec.identity import digest
 from holdfast.store import Store, layout
-from holdfast.telemetry import Row, read_history
-from holdfast.telemetry.exactness import Exactness, Resumption, read_exactness, write_exactness
+from holdfast.telemetry import Row, emit, read_history, recording
+from holdfast.telemetry.events import ScriptVerification
+from holdfast.telemetry.exactness import (
+    Exactness,
+    Resumption,
+    find_verification,
+    read_exactness,
+    write_exactness,
+    write_verification,
+)
 
 log = logging.getLogger("holdfast.train")
 
@@ -42,11 +55,19 @@ def nothing_saved(spec: Spec) -> str:
 
 
 def verify_script(
-    spec: Spec, dataset_id: str, store: Store, steps: int, resume_at: int | None = None, salt: str = ""
+    spec: Spec,
+    dataset_id: str,
+    store: Store,
+    steps: int,
+    resume_at: int | None = None,
+    salt: str = "",
+    tell: Callable[[float, int], None] = lambda *_: None,
 ) -> Exactness:
     """Run the script of a spec for `steps` steps without and with stops, and compare. Without `resume_at` it stops in
     the middle, and, in another run, at the end of an epoch. A shorter script is verified for the steps that it makes.
-    The runs are deleted. Raises what `run_gang` raises, and StateError for a script that is too short."""
+    The runs are deleted. `tell` receives the seconds of the first launch and the number of launches that follow. Raises
+    what `run_gang` raises, and StateError for a script whose length changes."""
+    began = time.monotonic()
     train = spec.train.model_copy(update={"determinism": "exact"})
     checkpoint = spec.checkpoint.model_copy(update={"digest_every": 1})
     spec = spec.model_copy(update={"train": train, "checkpoint": checkpoint})
@@ -69,8 +90,10 @@ def verify_script(
         if (last := run(calm, steps)) is None:
             return Exactness(code=str(spec.code), skipped=nothing_saved(spec))
         if last < max(2, (resume_at or 0) + 1):
-            raise StateError(f"the script ended at step {last}: nothing can be stopped before; give it more steps")
+            skipped = f"the script ended at step {last}: it cannot be stopped before; give it more steps"
+            return Exactness(code=str(spec.code), skipped=skipped)
         stops = [resume_at] if resume_at is not None else stops_of(read_history(store, calm), last)
+        tell(time.monotonic() - began, 2 * len(stops))
         found = []
         for identity, stop in zip(stopped, stops, strict=False):
             for stop_at in (stop, last):
@@ -79,27 +102,68 @@ def verify_script(
                         f"the script ended at step {reached}, and at step {last} before: its length changes"
                     )
             found.append(compare_runs(store, calm, identity, last, stop))
-        return Exactness(code=str(spec.code), resumptions=tuple(found))
+        return Exactness(code=str(spec.code), resumptions=tuple(found), seconds=time.monotonic() - began)
 
 
 def require_verified(spec: Spec, dataset_id: str, store: Store, identity: str) -> None:
-    """Verify the script of a run with `determinism: exact` before its first launch, once. The result is recorded.
-    Raises NotExactError, and what `verify_script` raises."""
+    """Verify the script of a run with `determinism: exact` before its first launch. A result of the same code in the
+    same environment is used again. The result is recorded. Raises NotExactError, and what `verify_script` raises."""
     steps = spec.train.verify_steps
     if spec.train.determinism != "exact" or not steps or newest_launch(store, identity):
         return
     known = read_exactness(store, identity)
     if known is not None and (known.is_exact or known.skipped):
         return
-    log.info("run %s: verifying that %s resumes exactly, for %d steps", identity, spec.train.script, steps)
-    began = time.monotonic()
-    exactness = verify_script(spec, dataset_id, store, steps, salt=identity)
-    write_exactness(store, identity, exactness)
-    if exactness.skipped:
-        log.warning("run %s: %s", identity, exactness.text)
-        return
-    exactness.require()
-    log.info("run %s: %s, in %.0f s", identity, exactness.text, time.monotonic() - began)
+    key = verification_key(spec, dataset_id)
+    if (known := find_verification(store, key)) is None or not known.is_exact:
+        known = _verified(spec, dataset_id, store, identity)
+        if known.is_exact:
+            write_verification(store, key, known)
+    else:
+        log.info("run %s: %s, for run %s with the same code and environment", identity, known.text, known.run_id)
+    write_exactness(store, identity, known)
+    if known.skipped:
+        log.warning("run %s: %s", identity, known.text)
+    else:
+        known.require()
+
+
+def verification_key(spec: Spec, dataset_id: str) -> str:
+    """Digest of the code, its arguments and data, and the environment that a verification holds for."""
+    cluster = spec.cluster
+    return digest(
+        {
+            "run": run_id(spec, dataset_id, ""),  # code, arguments, inputs and dataset
+            "steps": spec.train.verify_steps,
+            "parallel": spec.parallel.model_dump(mode="json"),
+            "cluster": [cluster.accelerator, cluster.nodes.max, cluster.image, cluster.environment],
+            "environment": [installed_packages(), platform.python_version(), platform.machine()],
+        }
+    )
+
+
+def _verified(spec: Spec, dataset_id: str, store: Store, identity: str) -> Exactness:
+    """Verify the script for a run, and report it in the events of the run."""
+    steps = spec.train.verify_steps
+    folder = fetch_code(store, str(spec.code))
+    if not any(b"holdfast" in path.read_bytes() for path in folder.rglob("*.py")):
+        return Exactness(code=str(spec.code), skipped=nothing_saved(spec))
+
+    def report(seconds: float | None = None, left: float = 0.0, result: str = "") -> None:
+        event = ScriptVerification(steps=steps, seconds=seconds, seconds_left=left, result=result)
+        log.info("run %s: %s", identity, event.text)
+        with recording(store, identity, STEP):
+            emit(event)
+
+    report()
+
+    def estimate(seconds: float, launches: int) -> None:
+        report(seconds, seconds * launches)
+
+    found = verify_script(spec, dataset_id, store, steps, salt=identity, tell=estimate)
+    if not found.skipped:
+        report(found.seconds, result=found.text)
+    return found.model_copy(update={"run_id": identity})
 
 
 def stops_of(rows: Sequence[Row], steps: int) -> list[int]:

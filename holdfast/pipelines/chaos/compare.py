@@ -209,10 +209,11 @@ def _identified(experiment: Chaos, url: str, salt: str) -> LocalRun:
 
 def _changes(experiment: Chaos) -> list[str]:
     """Settings of both runs: short, restarted immediately, saved often, and not served. A script keeps its own steps
-    and saves. The user's settings come last.
+    and saves, and is not verified before. The user's settings come last.
     """
     if experiment.is_script:
-        return ["train.log_every=1", "cluster.restarts={budget: 1000, backoff_seconds: 0}", *experiment.overrides]
+        restarts = "cluster.restarts={budget: 1000, backoff_seconds: 0}"
+        return ["train.log_every=1", "train.verify_steps=0", restarts, *experiment.overrides]
     return [
         f"training.steps={experiment.steps}",
         f"training.log_every={max(1, experiment.steps // 100)}",
