@@ -18,7 +18,7 @@ import holdfast
 from holdfast.checkpoint import Attempt, Checkpointer, Retention
 from holdfast.code.resolve import publish_code
 from holdfast.collectives import Gang
-from holdfast.components.train.exactness import compare_runs, stops_of
+from holdfast.components.train.exactness import compare_runs, require_verified, stops_of, verification_key
 from holdfast.components.train.script import train_script
 from holdfast.launch.launches import newest_launch
 from holdfast.pages import draw_training
@@ -29,10 +29,12 @@ from holdfast.pipelines.view.report import print_run
 from holdfast.runtime.exits import code_of
 from holdfast.script.seeding import key_fetches
 from holdfast.script.state import ScriptState
-from holdfast.spec import ExitCode, Spec, run_id
+from holdfast.script.tree import StateError
+from holdfast.spec import ExitCode, Spec, parse_spec, run_id
 from holdfast.spec.errors import HoldfastError, NotExactError
 from holdfast.store import Store
 from holdfast.telemetry import read_events
+from holdfast.telemetry.events import ScriptVerification
 from holdfast.telemetry.exactness import Resumption, read_exactness
 from tests.checkpoint.saving import DESCRIBE, opened
 from tests.script.launched import run_script
@@ -115,7 +117,6 @@ def test_a_difference_is_named(tmp_path: Path, fault: str, message: str) -> None
         verified(f"file://{tmp_path}", fault).require()
 
 
-@pytest.mark.slow  # three launches of two ranks
 def test_a_difference_in_the_state_of_one_rank_is_named(tmp_path: Path) -> None:
     store, gang = opened(f"file://{tmp_path}"), Gang()
     for run, position in (("calm", 4), ("stopped", 3)):
@@ -183,6 +184,75 @@ def test_an_exact_script_is_verified_once_before_its_first_launch(
     assert "resumed at step 3 and 2, equal at step 5" in capfd.readouterr().out
     page = draw_training(spec, result.run_id, store, read_events(store, result.run_id))
     assert "resumed at step 3 and 2, equal at step 5" in page
+    told = [event for event in read_events(store, result.run_id) if isinstance(event, ScriptVerification)]
+    assert [(event.seconds is None, event.seconds_left > 0, event.result) for event in told] == [
+        (True, False, ""),
+        (False, True, ""),
+        (False, False, "resumed at step 3 and 2, equal at step 5"),
+    ]
+    assert "--set train.verify_steps=0 skips it" in told[0].text
+    require_verified(spec, store, "another-run")  # launches nothing: the result of the first run is used
+    assert read_exactness(store, "another-run") == exactness
+    assert exactness.run_id == result.run_id
+    assert not newest_launch(store, run_id(spec, "", "another-run calm"))
+
+
+def test_a_result_is_used_again_only_for_equal_code_arguments_and_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tree = {"name": "x", "code": f"blake3:{'0' * 64}", "train": {"script": "train.py", "determinism": "exact"}}
+    spec = parse_spec(tree)
+    assert spec.train.verify_steps == 4
+    keys = [verification_key(spec.with_overrides(changes)) for changes in ({}, {"name": "y"}, {"train.log_every": 1})]
+    assert len(set(keys)) == 1
+    for name, value in (
+        ("code", f"blake3:{'1' * 64}"),
+        ("train.arguments", ["7"]),
+        ("train.verify_steps", 8),
+        ("parallel.processes", 2),
+        ("cluster.environment", {"A": "1"}),
+        ("cluster.image", "other"),
+    ):
+        keys.append(verification_key(spec.with_overrides({name: value})))
+    monkeypatch.setattr("holdfast.components.train.exactness.installed_packages", lambda: ["torch==0"])
+    keys.append(verification_key(spec))
+    assert len(set(keys)) == len(keys) - 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "script", "skipped"),
+    [
+        ({"train.determinism": "off"}, "import holdfast\n", None),
+        ({"train.verify_steps": 0}, "import holdfast\n", None),
+        ({}, "print('a script without a session')\n", "never called session.restore"),
+    ],
+)
+def test_a_script_is_not_verified_without_exactness_or_a_session(
+    changes: dict[str, object], script: str, skipped: str | None, tmp_path: Path
+) -> None:
+    store = opened(f"file://{tmp_path / 'store'}")
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code/train.py").write_text(script)
+    (tmp_path / "code/spec.yaml").write_text("name: x\ntrain: {script: train.py, determinism: exact}\n")
+    spec = load_spec(tmp_path / "code/spec.yaml").with_overrides(changes)
+    publish_code(spec, store)
+    require_verified(spec, store, "some-run")
+    exactness = read_exactness(store, "some-run")
+    assert (exactness is None) == (skipped is None)
+    assert exactness is None or skipped in exactness.text
+    assert not newest_launch(store, run_id(spec, "", "some-run calm"))
+
+
+def test_a_verification_ends_a_script_that_trains_without_reporting_steps(tmp_path: Path) -> None:
+    def unreported() -> None:
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        holdfast.session(seed=1).restore(model=model, optimizer=optimizer)
+        for _ in range(10**6):
+            optimizer.step()
+
+    with pytest.raises(StateError, match=r"100 optimizer steps after session\.restore without session\.step"):
+        run_script(f"file://{tmp_path}", "unreported", unreported, stop_at=4)
 
 
 @pytest.mark.slow  # three launches
@@ -243,7 +313,7 @@ def test_a_worker_without_a_seed_is_named(tmp_path: Path) -> None:
         compare_runs(opened(url), "calm", "stopped", 6, 3).require()
 
 
-@pytest.mark.slow  # three launches of two ranks
+@pytest.mark.drill  # three launches of two ranks
 def test_the_example_of_a_bare_loop_is_exact() -> None:
     result = CliRunner().invoke(app, ["verify", str(EXAMPLES / "loop" / "spec.yaml"), "--steps", "4"])
     assert result.exit_code == ExitCode.OK, result.output

@@ -101,7 +101,9 @@ def test_a_run_of_an_example_that_is_stopped_and_killed_ends_with_the_bits_of_a_
     with (folder / "mine.py").open("a") as file:
         file.write(TROUBLE)
     store = opened(f"file://{tmp_path / 'store'}")
-    spec = load_spec(folder / "spec.yaml", ["train.arguments=['12']", "train.verify_steps=0", f"parallel.processes={processes}"])
+    spec = load_spec(
+        folder / "spec.yaml", ["train.arguments=['12']", "train.verify_steps=0", f"parallel.processes={processes}"]
+    )
     publish_code(spec, store)
     calm = train_script(spec, "", store, salt="calm")
     for name in ("term", "kill"):

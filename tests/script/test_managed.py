@@ -288,7 +288,11 @@ def script_spec(folder: Path, store: Store, *more: str) -> Spec:
         "from torch import nn\ndef build():\n    return nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))\n"
     )
     digest = publish(store, make_bundle(folder))
-    tree = {"name": "script", "code": digest, "train": {"script": "train.py", "determinism": "exact", "verify_steps": 0}}
+    tree = {
+        "name": "script",
+        "code": digest,
+        "train": {"script": "train.py", "determinism": "exact", "verify_steps": 0},
+    }
     return parse_spec(tree, ["checkpoint.every_steps=3", *more])
 
 

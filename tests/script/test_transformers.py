@@ -16,27 +16,32 @@ STEPS, STEPS_OF_EPOCH = 7, 4
 
 @pytest.mark.slow  # transformers is imported
 def test_a_trainer_that_leaves_and_resumes_has_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
-    [(calm, resumed)] = in_ranks(1, _runs, f"file://{tmp_path / 'store'}")
-    assert calm[0] == STEPS
-    assert resumed == [calm, calm]
+    [(calm, stopped)] = in_ranks(1, _runs, f"file://{tmp_path / 'store'}")
+    assert calm[0][0] == STEPS
+    assert calm[1] == [STEPS, 10 * STEPS]
+    assert stopped == calm
 
 
-def _runs(rank: int, size: int, url: str) -> tuple[tuple[int, str], list[tuple[int, str]]]:
+def _runs(rank: int, size: int, url: str) -> list[tuple[tuple[int, str], list[int]]]:
+    """The digest of a run and the totals of its callbacks: without a stop, and with one at the end of an epoch and one
+    within an epoch."""
     sys.path.insert(0, str(EXAMPLE))
-    run_script(url, "calm", _train, 0)
-    resumed = []
-    for stop in (STEPS_OF_EPOCH, STEPS_OF_EPOCH + 1):
-        assert not run_script(url, f"stopped-{stop}", _train, stop)
-        assert digest_of_run(url, f"stopped-{stop}")[0] == stop
-        assert run_script(url, f"stopped-{stop}", _train, 0)
-        resumed.append(digest_of_run(url, f"stopped-{stop}"))
-    return digest_of_run(url, "calm"), resumed
+    results = []
+    for run, stops in (("calm", ()), ("stopped", (STEPS_OF_EPOCH, STEPS_OF_EPOCH + 2))):
+        for stop in stops:
+            assert not run_script(url, run, _train, stop, [])
+            assert digest_of_run(url, run)[0] == stop
+        totals: list[int] = []
+        assert run_script(url, run, _train, 0, totals)
+        results.append((digest_of_run(url, run), totals))
+    return results
 
 
-def _train(stop: int) -> None:
+def _train(stop: int, totals: list[int]) -> None:
     """Train as the example does, and ask to leave one step before `stop`, after which all ranks agree."""
     from mine import Sequences, masked, tiny_model
     from transformers import Trainer, TrainerCallback, TrainingArguments
+    from transformers.trainer_callback import ExportableState
 
     import holdfast.integrations.transformers as hold
 
@@ -44,6 +49,16 @@ def _train(stop: int) -> None:
         def on_step_begin(self, args: object, state: object, control: object, **_: object) -> None:
             if state.global_step == stop - 2:
                 ask_to_leave()
+
+    class Counting(TrainerCallback, ExportableState):
+        def __init__(self, by: int) -> None:
+            self.by, self.total = by, 0
+
+        def on_step_end(self, args: object, state: object, control: object, **_: object) -> None:
+            self.total += self.by
+
+        def state(self) -> dict[str, object]:
+            return {"args": {"by": self.by}, "attributes": {"total": self.total}}
 
     arguments = TrainingArguments(
         "unused",
@@ -57,5 +72,13 @@ def _train(stop: int) -> None:
         disable_tqdm=True,
     )
     model = tiny_model()
-    trainer = Trainer(model=model, args=arguments, train_dataset=Sequences(), data_collator=masked, callbacks=[Stop()])
+    counting = [Counting(1), Counting(10)]  # two of one class have a state each
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=Sequences(),
+        data_collator=masked,
+        callbacks=[Stop(), *counting],
+    )
     hold.train(trainer)
+    totals.extend(one.total for one in counting)
