@@ -200,12 +200,14 @@ def test_an_exact_script_is_verified_once_before_its_first_launch(
 def test_a_result_is_used_again_only_for_equal_code_arguments_and_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    name = "holdfast.components.train.exactness.installed_packages"
+    monkeypatch.setattr(name, lambda: ["torch==1"])
     tree = {"name": "x", "code": f"blake3:{'0' * 64}", "train": {"script": "train.py", "determinism": "exact"}}
     spec = parse_spec(tree)
     assert spec.train.verify_steps == 4
     keys = [verification_key(spec.with_overrides(changes)) for changes in ({}, {"name": "y"}, {"train.log_every": 1})]
     assert len(set(keys)) == 1
-    for name, value in (
+    for field, value in (
         ("code", f"blake3:{'1' * 64}"),
         ("train.arguments", ["7"]),
         ("train.verify_steps", 8),
@@ -213,8 +215,8 @@ def test_a_result_is_used_again_only_for_equal_code_arguments_and_environment(
         ("cluster.environment", {"A": "1"}),
         ("cluster.image", "other"),
     ):
-        keys.append(verification_key(spec.with_overrides({name: value})))
-    monkeypatch.setattr("holdfast.components.train.exactness.installed_packages", lambda: ["torch==0"])
+        keys.append(verification_key(spec.with_overrides({field: value})))
+    monkeypatch.setattr(name, lambda: ["torch==2"])
     keys.append(verification_key(spec))
     assert len(set(keys)) == len(keys) - 2
 
