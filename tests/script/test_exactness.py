@@ -191,7 +191,7 @@ def test_an_exact_script_is_verified_once_before_its_first_launch(
         (False, False, "resumed at step 3 and 2, equal at step 5"),
     ]
     assert "--set train.verify_steps=0 skips it" in told[0].text
-    require_verified(spec, store, "another-run")  # launches nothing: the result of the first run is used
+    require_verified(spec, "", store, "another-run")  # launches nothing: the result of the first run is used
     assert read_exactness(store, "another-run") == exactness
     assert exactness.run_id == result.run_id
     assert not newest_launch(store, run_id(spec, "", "another-run calm"))
@@ -205,7 +205,9 @@ def test_a_result_is_used_again_only_for_equal_code_arguments_and_environment(
     tree = {"name": "x", "code": f"blake3:{'0' * 64}", "train": {"script": "train.py", "determinism": "exact"}}
     spec = parse_spec(tree)
     assert spec.train.verify_steps == 4
-    keys = [verification_key(spec.with_overrides(changes)) for changes in ({}, {"name": "y"}, {"train.log_every": 1})]
+    keys = [
+        verification_key(spec.with_overrides(changes), "") for changes in ({}, {"name": "y"}, {"train.log_every": 1})
+    ]
     assert len(set(keys)) == 1
     for field, value in (
         ("code", f"blake3:{'1' * 64}"),
@@ -215,9 +217,9 @@ def test_a_result_is_used_again_only_for_equal_code_arguments_and_environment(
         ("cluster.environment", {"A": "1"}),
         ("cluster.image", "other"),
     ):
-        keys.append(verification_key(spec.with_overrides({field: value})))
+        keys.append(verification_key(spec.with_overrides({field: value}), ""))
     monkeypatch.setattr(name, lambda: ["torch==2"])
-    keys.append(verification_key(spec))
+    keys.append(verification_key(spec, ""))
     assert len(set(keys)) == len(keys) - 2
 
 
@@ -238,7 +240,7 @@ def test_a_script_is_not_verified_without_exactness_or_a_session(
     (tmp_path / "code/spec.yaml").write_text("name: x\ntrain: {script: train.py, determinism: exact}\n")
     spec = load_spec(tmp_path / "code/spec.yaml").with_overrides(changes)
     publish_code(spec, store)
-    require_verified(spec, store, "some-run")
+    require_verified(spec, "", store, "some-run")
     exactness = read_exactness(store, "some-run")
     assert (exactness is None) == (skipped is None)
     assert exactness is None or skipped in exactness.text
