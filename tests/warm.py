@@ -28,10 +28,7 @@ from holdfast.launch.processes import WarmServer
 from holdfast.tracking.connection import quiet_mlflow
 
 TRAININGS = ("holdfast.components.train", "tests.faults.held_training")
-_OF_A_GANG = (
-    launcher.WRAPPER, "torch.distributed.run", agent.MODULE,
-    "holdfast.rank.worker", "tests.faults.held_worker",
-)  # fmt: skip
+_OF_A_GANG = (*launcher.MODULES, agent.MODULE, "holdfast.rank.worker", "tests.faults.held_worker")
 _IMPORTED = (
     __name__, "holdfast.components.train.__main__", "holdfast.components.register", "holdfast.steps.adapters",
     "holdfast.pipelines.cli.entry", "tests.tracking.racer", *_OF_A_GANG,

@@ -35,7 +35,11 @@ log = logging.getLogger("holdfast.launch")
 TAIL_LINES = 40
 END_SECONDS = 10.0  # from the death of torchrun to that of all its ranks; then the next launch starts anyway
 WRAPPER = "holdfast.launch.torchrun"
-FAST_EXIT_AGENT = "holdfast.launch.node.fast_exit_agent"  # the wrapper's agent, which imports torch's agent
+MODULES = (  # of the wrapper, imported once for all launches; its agent imports torch's agent
+    WRAPPER,
+    "torch.distributed.run",
+    "holdfast.launch.node.fast_exit_agent",
+)
 
 
 @dataclass(eq=False)
@@ -175,12 +179,7 @@ class LocalLauncher:
 
     def _start_warm(self, job: Job, stdin: int, printed: int) -> WarmProcess | None:
         """The process, or None where no warm server can start it."""
-        modules = [
-            WRAPPER,
-            "torch.distributed.run",
-            FAST_EXIT_AGENT,
-            *(job.command[1:2] if job.command[0] == "-m" else ()),
-        ]
+        modules = [*MODULES, *(job.command[1:2] if job.command[0] == "-m" else ())]
         environment, fresh = self._environment(job), False
         if not self._preloads:
             environment.pop(PRELOAD_VARIABLE, None)
