@@ -189,6 +189,7 @@ class Collector:
         going = [step for step in times if step not in kept and (step < committed or step not in void)]
         deleted = self._delete_roots(going)
         deleted += self._delete([layout.damaged(run_id, step) for step in sorted(released)])
+        deleted += self._delete_answers(min(kept))
         doubted = tuple(layout.doubts(run_id, step) for step in kept)
         deleted += self._delete([key for key in self._keys(layout.doubts(run_id)) if not key.startswith(doubted)])
         needed_keys = self._needed(committed)  # of what exists now: a later mark finds its checkpoint gone
@@ -201,6 +202,15 @@ class Collector:
         self._end_abandoned()
         self._fold_telemetry()
         return deleted
+
+    def _delete_answers(self, oldest: int) -> int:
+        """Delete the records of answers that the oldest checkpoint does not need, by the steps that learned first."""
+        if (before := self.retention.answer_steps) is None:
+            return 0
+        run_id, first = self.attempt.run_id, oldest + 1 - before
+        names = self.store.folders(layout.rollouts(run_id))
+        steps = sorted(int(name) for name in names if name.isdecimal() and int(name) < first)
+        return sum(self._delete(self._keys(layout.rollout(run_id, step))) for step in steps)
 
     def _delete_roots(self, steps: Sequence[int]) -> int:
         """Delete checkpoints. Restore one that was pinned while it was deleted."""

@@ -21,6 +21,7 @@ from holdfast.checkpoint.lineage import require_counting
 from holdfast.checkpoint.root import Root, checkpoint_times, root_data, root_of
 from holdfast.spec.checkpoint import Checkpoint
 from holdfast.spec.errors import DataError, MissingError
+from holdfast.spec.rollout import Grpo
 from holdfast.spec.training import Anomalies
 from holdfast.store import ConflictError, Store, layout
 
@@ -34,18 +35,23 @@ DAY_SECONDS = 24 * 3600.0
 class Retention:
     """Keep the newest `keep_last` checkpoints, those of the last `keep_days` days, and the first one at or after every
     multiple of `keep_every` steps. For each of these, also keep the one that a rewind from there needs: the one at the
-    newest multiple of `rewind_steps`."""
+    newest multiple of `rewind_steps`. Keep the records of answers from `answer_steps` steps before the oldest of
+    them; None: all."""
 
     keep_last: int
     keep_every: int | None = None
     keep_days: float | None = None
     rewind_steps: int | None = None
+    answer_steps: int | None = None
 
     @classmethod
-    def of(cls, settings: Checkpoint, anomalies: Anomalies) -> Retention:
+    def of(cls, settings: Checkpoint, anomalies: Anomalies, grpo: Grpo | None = None) -> Retention:
         """The retention of a spec."""
         rewind_steps = anomalies.rewind_steps if anomalies.action == "rewind" else None
-        return cls(settings.keep_last, settings.keep_every, settings.keep_days, rewind_steps)
+        answer_steps = None
+        if grpo is not None and grpo.keep_steps is not None:
+            answer_steps = grpo.keep_steps + grpo.updates - 1  # a checkpoint between two updates needs its answers
+        return cls(settings.keep_last, settings.keep_every, settings.keep_days, rewind_steps, answer_steps)
 
     def kept(self, committed: Mapping[int, float], pinned: Iterable[int] = ()) -> list[int]:
         """The steps to keep, oldest first; see `reasons`."""

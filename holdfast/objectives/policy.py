@@ -31,7 +31,7 @@ class PolicyGradient:
         """`settings` are those of `training.grpo`."""
         self._normalization, self._answer_tokens = settings.normalization, settings.answer_tokens
         self._low, self._high = 1 - settings.clip_low, 1 + settings.clip_high
-        self._has_old = settings.updates > 1  # else the ratio of every token is 1
+        self._has_old = settings.updates > 1 or settings.lag > 0  # else the ratio of every token is 1
 
     def counts(self, rows: Tensor) -> Tensor:
         """See Objective. An answer has at least one token that counts."""

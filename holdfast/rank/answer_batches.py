@@ -11,7 +11,7 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,14 +29,12 @@ from holdfast.launch.device import device_name, local_device
 from holdfast.model.decoder import Decoder
 from holdfast.rewards.process import RewardProcess
 from holdfast.rollouts.advantages import has_signal, rows_of, scored_rows
-from holdfast.rollouts.generation import LENGTH, Generated, Sampling, generate_lot
+from holdfast.rollouts.generation import LENGTH, Generated, generate_lot, sampling_of
 from holdfast.rollouts.records import Answer, LotRecord, Unit, find_record, logprobs_key, parse_record, record_key
+from holdfast.rollouts.turns import LiveReplies, RecordedReplies, Replies, Texts
 from holdfast.spec.errors import DataError, MissingError, WrongArithmeticError
 from holdfast.store import Store
 from holdfast.telemetry import phases
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 GENERATOR_VERSION = 1  # raised when the same weights and prompts would give other tokens
 OPTIMIZER = "optimizer."  # prefix of the boxes that are no weights
@@ -71,9 +69,10 @@ class AnswerBatches:
         self._spec, self._gang, self._engine, self._store, self._rewards = spec, gang, engine, store, rewards
         self._settings = spec.training.grpo
         self._prompts, self._end = dataset.prompts(), dataset.end_of_text
-        self._tokenizer: Tokenizer = load_tokenizer(dataset.tokenizer_json())
+        self._texts = Texts(load_tokenizer(dataset.tokenizer_json()), self._end)
         self._count = spec.training.global_batch // self._settings.group  # prompts of a batch
         self._batch: _Batch | None = None
+        self._next: _Batch | None = None  # with `lag: 1`, the answers of the next step
         self._verified = False
         length, number = self._prompts.longest()
         if length + self._settings.answer_tokens > spec.model.context + 1:
@@ -90,28 +89,43 @@ class AnswerBatches:
 
     def scalars(self) -> dict[str, int]:
         """The scalars of the state that name the current answers. Empty if each step has new ones."""
-        if self._settings.updates == 1 or self._batch is None:
+        named = self._next if self._settings.lag else self._batch
+        if named is None or (self._settings.updates == 1 and not self._settings.lag):
             return {}
-        policy = self._batch.policy
+        policy = named.policy
         return {f"{POLICY}{part}": int(policy[8 * part : 8 * part + 8], 16) for part in range(PARTS)}
 
     def adopt(self, start: int, scalars: Mapping[str, float | int], rows: Rows) -> None:
-        """Load the answers of a state after `start` steps, if it was saved between two updates on them. Raises
-        MissingError if their records are gone."""
-        if start % self._settings.updates == 0:
+        """Load the answers of a state after `start` steps that names them: one between two updates on them, or, with
+        `lag: 1`, one whose next step learns from older answers. Raises MissingError if their records are gone."""
+        lags = self._settings.lag and 0 < start < self._spec.training.steps
+        if start % self._settings.updates == 0 and not lags:
             return
         policy = "".join(f"{int(scalars[f'{POLICY}{part}']):08x}" for part in range(PARTS))
-        self._batch = self._load(start, policy, rows, generates=False)
+        batch = self._load(start, policy, rows, generates=False)
+        if lags:
+            self._next = batch
+        else:
+            self._batch = batch
 
     def steps(self, start: int, stop: int, rows: Rows) -> Iterator[tuple[int, NDArray[np.int64]]]:
         """(step, this rank's rows of its batch) for each step from `start`: int64 [rows, width, 2]. The next item is
         computed when it is taken, with the weights of that moment."""
         for step in range(start, stop):
-            if self._batch is None or step % self._settings.updates == 0:
-                self._batch = self._load(step, self._policy(), rows, generates=True)
-            batch = self._batch
+            batch = self._batch_of(step, stop, rows)
             scored = scored_rows(batch.words, batch.advantages, batch.logprobs)
             yield step, scored[self._own(rows)].numpy()
+
+    def _batch_of(self, step: int, stop: int, rows: Rows) -> _Batch:
+        """The answers that `step` learns from. With `lag: 1`, those of the next step are generated before its
+        update."""
+        if self._settings.lag:
+            self._batch = self._next or self._load(step, self._policy(), rows, generates=True)
+            following = step + 1
+            self._next = self._load(following, self._policy(), rows, generates=True) if following < stop else None
+        elif self._batch is None or step % self._settings.updates == 0:
+            self._batch = self._load(step, self._policy(), rows, generates=True)
+        return self._batch
 
     def where(self, step: int) -> str:
         """A description of the prompts of a step."""
@@ -155,7 +169,7 @@ class AnswerBatches:
             self._end,
         )
         logprobs = None
-        if self._settings.updates > 1:
+        if self._settings.updates > 1 or self._settings.lag:
             logprobs = self._logprobs(step, policy, words, rows, computes=generates)
         phases.enter("data", step)
         return _Batch(policy, words, advantages, logprobs, self._metrics_of(units))
@@ -169,21 +183,22 @@ class AnswerBatches:
         found = find_record(self._store, key)
         if found is None and decoder is None:
             raise MissingError(
-                f"{self._store.url}/{key}: the answers that step {step + 1} learns from are gone; continue from a "
-                f"checkpoint at a multiple of training.grpo.updates = {self._settings.updates}"
+                f"{self._store.url}/{key}: the answers that step {step + 1} learns from are gone; {self._remedy}"
             )
         if decoder is None or (found is not None and self._verified):
             assert found is not None
             return found
-        generated = self._generated(decoder, prompts, places)
+        live = self._live_replies(prompts)
+        replies = live if found is None or live is None else RecordedReplies(found.units)
+        generated = self._generated(decoder, prompts, places, replies)
         if found is None:
             made = LotRecord(
                 step=first_step,
                 lot=lot,
                 policy=policy,
                 units=[
-                    self._unit(prompt, place, answers)
-                    for prompt, place, answers in zip(prompts, places, generated, strict=True)
+                    self._unit(number, prompt, places[number], generated[number], live)
+                    for number, prompt in enumerate(prompts)
                 ],
             )
             if self._store.put_if_absent(key, made.dump()) or (found := find_record(self._store, key)) is None:
@@ -196,12 +211,22 @@ class AnswerBatches:
             )
         return found
 
-    def _generated(self, decoder: Decoder, prompts: Sequence[Prompt], places: Sequence[int]) -> list[list[Generated]]:
-        settings = self._settings
-        sampling = Sampling(
-            settings.group, settings.answer_tokens, settings.temperature, self._spec.training.seed, self._end
-        )
-        return generate_lot(decoder, [prompt.tokens for prompt in prompts], places, sampling)
+    @property
+    def _remedy(self) -> str:
+        if self._settings.lag:
+            return "start the run again with --fresh"
+        return f"continue from a checkpoint at a multiple of training.grpo.updates = {self._settings.updates}"
+
+    def _live_replies(self, prompts: Sequence[Prompt]) -> LiveReplies | None:
+        if (environment := self._settings.environment) is None:
+            return None
+        return LiveReplies(self._rewards, [prompt.record for prompt in prompts], self._texts, environment.turns)
+
+    def _generated(
+        self, decoder: Decoder, prompts: Sequence[Prompt], places: Sequence[int], replies: Replies | None
+    ) -> list[list[Generated]]:
+        sampling = sampling_of(self._settings, self._settings.group, self._spec.training.seed, self._end)
+        return generate_lot(decoder, [prompt.tokens for prompt in prompts], places, sampling, replies)
 
     def _generator(self, places: range) -> dict[str, Any]:
         """What determines the tokens of a lot in addition to the weights and the identity of the run."""
@@ -213,12 +238,13 @@ class AnswerBatches:
             "threads": self._spec.parallel.threads,
         }
 
-    def _unit(self, prompt: Prompt, place: int, answers: Sequence[Generated]) -> Unit:
-        """The rewards of the answers to one prompt."""
-        scored = []
-        for answer in answers:
-            ids = answer.tokens[:-1] if answer.tokens[-1] == self._end else answer.tokens
-            rewards = self._rewards.score(prompt.record, self._tokenizer.decode(ids, skip_special_tokens=False))
+    def _unit(
+        self, number: int, prompt: Prompt, place: int, answers: Sequence[Generated], live: LiveReplies | None
+    ) -> Unit:
+        """The rewards of the answers to one prompt. `number` is its number in the lot."""
+        scored, failed = [], {} if live is None else live.errors
+        for each, answer in enumerate(answers):
+            rewards = self._rewards.score(*self._texts.scored(prompt.record, answer.tokens, answer.replies))
             scored.append(
                 Answer(
                     tokens=answer.tokens,
@@ -227,6 +253,8 @@ class AnswerBatches:
                     rewards=rewards.values,
                     errors=rewards.errors,
                     reward=rewards.total(self._settings.rewards),
+                    replies=answer.replies,
+                    environment_error=failed.get((number, each), ""),
                 )
             )
         return Unit(prompt=prompt.number, place=place, answers=scored)
@@ -247,12 +275,11 @@ class AnswerBatches:
                 whole[numbers] = np.frombuffer(base64.b64decode(text), "<f4").reshape(len(numbers), -1)
             raw = whole.tobytes()
             exists = self._gang.from_rank_0(lambda: self._store.put_if_absent(key, raw) or True, bool)
-        remedy = "continue from a checkpoint at a multiple of training.grpo.updates"
         if not exists:
-            raise MissingError(f"{self._store.url}/{key}: is gone; {remedy}")
+            raise MissingError(f"{self._store.url}/{key}: is gone; {self._remedy}")
         found = self._store.get(key, most=size + 1)
         if len(found) != size:
-            raise DataError(f"{self._store.url}/{key}: has not {size} bytes; delete it, and {remedy}")
+            raise DataError(f"{self._store.url}/{key}: has not {size} bytes; delete it, and {self._remedy}")
         losses = torch.from_numpy(np.frombuffer(found, "<f4").copy())
         logprobs = torch.zeros(words.shape)
         logprobs[:, 1:] = -losses.view(len(words), -1)

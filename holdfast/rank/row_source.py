@@ -80,5 +80,6 @@ def row_source(spec: Assignment, dataset: Dataset, gang: Gang, engine: Engine, s
         yield _OfDataset(spec, dataset, gang)
         return
     answering = cast(AnsweringEngine, engine)  # the rules refuse prompts with another one
-    with RewardProcess(spec.training.grpo.rewards, entered_folder()) as rewards:
+    settings = spec.training.grpo
+    with RewardProcess(settings.rewards, entered_folder(), settings.environment) as rewards:
         yield _OfAnswers(spec, gang, AnswerBatches(spec, dataset, gang, answering, store, rewards))

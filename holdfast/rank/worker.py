@@ -119,7 +119,7 @@ def work(
         checkpointer = Checkpointer(
             store,
             attempt,
-            Retention.of(spec.checkpoint, spec.training.anomalies),
+            Retention.of(spec.checkpoint, spec.training.anomalies, spec.training.grpo),
             describe={
                 "dataset_id": dataset.dataset_id,
                 "layout": engine.layout,

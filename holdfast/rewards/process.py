@@ -1,7 +1,8 @@
-"""Caller's side of the child process that computes rewards.
+"""Caller's side of the child process that computes rewards, and replies of an environment.
 
-An answer costs at most the time and memory of its reward. A child over a limit is killed with the processes of its
-session, and the next request starts another one. The answer gets `on_failure`, and the cause is recorded.
+An answer costs at most the time and memory of its rewards and replies. A child over a limit is killed with the
+processes of its session, and the next request starts another one. The answer gets `on_failure`, or ends, and the cause
+is recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from holdfast.runtime.logs import log
 from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import DataError, UserCodeError
 from holdfast.spec.json_parsing import parse_json_object
-from holdfast.spec.rollout import Reward
+from holdfast.spec.rollout import Environment, Reward
 
 START_SECONDS = 120.0
 MAX_REPLY = 2**20  # bytes
@@ -45,11 +46,12 @@ class Scored:
 
 
 class RewardProcess:
-    """Computes the rewards of answers in a child process. Use it as a context manager."""
+    """Computes the rewards of answers in a child process, and the replies of an `environment`. Use it as a context
+    manager."""
 
-    def __init__(self, rewards: Sequence[Reward], code: str = "") -> None:
+    def __init__(self, rewards: Sequence[Reward], code: str = "", environment: Environment | None = None) -> None:
         """`code` is the folder of the bundle with the functions of user code."""
-        self._rewards, self._code = rewards, code
+        self._rewards, self._code, self._environment = rewards, code, environment
         self._child: _Child | None = None
 
     def score(self, record: dict[str, Any], answer: str) -> Scored:
@@ -60,6 +62,15 @@ class RewardProcess:
             values.append(value)
             errors.append(error)
         return Scored(values, errors)
+
+    def reply(self, record: dict[str, Any], turns: Sequence[str]) -> tuple[str | None, str]:
+        """The reply of the environment to the turns of an answer, None if the answer ends; and why there is none, empty
+        if the environment ends the answer. Raises UserCodeError as `score`."""
+        assert self._environment is not None
+        reply = self._ask({"record": record, "turns": list(turns)}, self._environment.timeout_seconds)
+        if isinstance(reply, str):
+            return None, reply
+        return reply.get("text"), redact(str(reply.get("error", "")))
 
     def close(self) -> None:
         """End the child process."""
@@ -76,21 +87,27 @@ class RewardProcess:
         self.close()
 
     def _score(self, number: int, reward: Reward, record: dict[str, Any], answer: str) -> tuple[float, str]:
-        if self._child is None:
-            self._child = _Child(self._rewards, self._code)
-        reply = self._child.ask({"reward": number, "record": record, "answer": answer}, reward.timeout_seconds)
+        reply = self._ask({"reward": number, "record": record, "answer": answer}, reward.timeout_seconds)
         if isinstance(reply, str):
-            self.close()
             return reward.on_failure, reply
         if "error" in reply:
             return reward.on_failure, redact(str(reply["error"]))
         return float(reply["value"]), ""
 
+    def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | str:
+        """The reply of the child process, or why there is none; the next request then starts another one."""
+        if self._child is None:
+            self._child = _Child(self._rewards, self._code, self._environment)
+        reply = self._child.ask(request, seconds)
+        if isinstance(reply, str):
+            self.close()
+        return reply
+
 
 class _Child:
     """One child process, with a separate session and folder."""
 
-    def __init__(self, rewards: Sequence[Reward], code: str) -> None:
+    def __init__(self, rewards: Sequence[Reward], code: str, environment: Environment | None) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-rewards-", ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.rewards.worker"],
@@ -100,7 +117,11 @@ class _Child:
             start_new_session=True,
             env={name: os.environ[name] for name in VARIABLES if name in os.environ} | {"OMP_NUM_THREADS": "1"},
         )
-        setup = {"rewards": [reward.model_dump(mode="json") for reward in rewards], "code": code}
+        setup = {
+            "rewards": [reward.model_dump(mode="json") for reward in rewards],
+            "environment": None if environment is None else environment.model_dump(mode="json"),
+            "code": code,
+        }
         hello = self.ask(setup, START_SECONDS)
         if isinstance(hello, str):
             self.end()

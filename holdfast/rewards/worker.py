@@ -1,7 +1,8 @@
-"""Child process that computes rewards: reads requests from its input, one JSON object a line, and writes replies.
+"""Child process that computes rewards and replies of an environment. It reads requests from its input, one JSON object
+a line, and writes replies.
 
-The first line has the rewards, and the folder of user code. It limits its memory, leaves the network where the system
-lets it, and runs in an empty folder. What a reward prints is lost.
+The first line has the rewards, the environment, and the folder of user code. The process limits its memory, leaves the
+network where the system lets it, and runs in an empty folder. What user code prints is lost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from holdfast.code.load import describe
 from holdfast.code.resolve import bind
 from holdfast.rewards.builtin import CHECKS, end_with_parent
-from holdfast.spec.rollout import Reward
+from holdfast.spec.rollout import Environment, Reward
 
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # flags of unshare(2)
 Score = Callable[[dict[str, Any], str], Any]
@@ -33,15 +34,22 @@ def main() -> None:
     rewards = [Reward.model_validate(each) for each in setup["rewards"]]
     end_with_parent()
     isolated = _leave_network()
-    scores = [_score_of(reward, setup["code"]) for reward in rewards]
+    scores, reply_of, limits = [_score_of(reward, setup["code"]) for reward in rewards], None, [*rewards]
+    if setup["environment"] is not None:
+        environment = Environment.model_validate(setup["environment"])
+        reply_of, limits = bind(environment, setup["code"]), [*rewards, environment]
     own = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
-    memory = own + max(reward.memory_mib for reward in rewards) * 2**20
+    memory = own + max(limit.memory_mib for limit in limits) * 2**20
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     print(json.dumps({"isolated": isolated}), file=replies, flush=True)
     for line in sys.stdin:
         request = json.loads(line)
-        reply = _scored(scores[request["reward"]], request, Path(setup["code"] or "."))
+        code = Path(setup["code"] or ".")
+        if reply_of is not None and "turns" in request:
+            reply = _replied(reply_of, request, code)
+        else:
+            reply = _scored(scores[request["reward"]], request, code)
         print(json.dumps(reply), file=replies, flush=True)
 
 
@@ -67,6 +75,19 @@ def _scored(score: Score, request: dict[str, Any], code: Path) -> dict[str, Any]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return {"error": f"returned {value!r:.80}, which is no finite number"}
     return {"value": float(value)}
+
+
+def _replied(
+    reply_of: Callable[[dict[str, Any], list[str]], Any], request: dict[str, Any], code: Path
+) -> dict[str, Any]:
+    """The text of a reply, or why there is none."""
+    try:
+        text = reply_of(request["record"], request["turns"])
+    except Exception as error:  # noqa: BLE001 - of user code, or of a limit
+        return {"error": describe(error, code)[:500]}
+    if text is not None and not isinstance(text, str):
+        return {"error": f"returned {text!r:.80}, which is no text"}
+    return {"text": text}
 
 
 def _leave_network() -> bool:

@@ -54,6 +54,9 @@ def rows_of(
             words[row, begin:end] = torch.tensor(answer.tokens)
             words[row, end - 1] |= ENDS
             advantages[row, begin:end] = value
+            for first, last in answer.replies:
+                words[row, begin + first : begin + last] |= UNCOUNTED
+                advantages[row, begin + first : begin + last] = 0
             row += 1
     return words, advantages
 

@@ -3,7 +3,8 @@
 The tokens of a lot are a pure function of the weights, the prompts, the seed and the step. A token is the one whose
 range of the cumulative distribution, in fp64, contains a number u. Each u is a digest of the seed, the place of the
 prompt in the training sequence, the number of the answer, and the position. The rows of a lot never change, and an
-answer that has ended stays in it as padding, because the bits of a matrix product depend on its height.
+answer that has ended stays in it as padding, because the bits of a matrix product depend on its height. Tokens of an
+environment take the place of sampled ones.
 
 Shape suffixes: as in `decoder`; P prompts of the lot, B = P x answers rows.
 """
@@ -12,7 +13,7 @@ Shape suffixes: as in `decoder`; P prompts of the lot, B = P x answers rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from holdfast.model.decoder import Decoder, LayerCache
+from holdfast.rollouts.turns import Replies, turns_of
+from holdfast.spec.rollout import Grpo
 
 Ending = str  # "stop": the model ended the answer; "length": the limit did
 STOP, LENGTH = "stop", "length"
@@ -34,6 +37,7 @@ class Sampling:
     temperature: float
     seed: int
     end_of_text: int
+    turn_tokens: int | None = None  # most tokens of a turn, after which an environment replies
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,14 @@ class Generated:
 
     tokens: list[int]  # with the end-of-text token, if the model wrote it
     ending: Ending
-    entropy: float  # mean over its tokens of the entropy of the distribution sampled from, in nats
+    entropy: float  # mean over its sampled tokens of the entropy of the distribution sampled from, in nats
+    replies: list[tuple[int, int]] = field(default_factory=list)  # the ranges of tokens that an environment wrote
+
+
+def sampling_of(settings: Grpo, answers: int, seed: int, end_of_text: int) -> Sampling:
+    """The sampling of `training.grpo`, with so many answers to each prompt."""
+    turn_tokens = None if settings.environment is None else settings.environment.turn_tokens
+    return Sampling(answers, settings.answer_tokens, settings.temperature, seed, end_of_text, turn_tokens)
 
 
 def uniforms(seed: int, place: int, answer: int, count: int) -> list[float]:
@@ -54,9 +65,14 @@ def uniforms(seed: int, place: int, answer: int, count: int) -> list[float]:
 
 @torch.no_grad()
 def generate_lot(
-    decoder: Decoder, prompts: Sequence[Sequence[int]], places: Sequence[int], sampling: Sampling
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    places: Sequence[int],
+    sampling: Sampling,
+    replies: Replies | None = None,
 ) -> list[list[Generated]]:
-    """The answers to each prompt. `places` are those of the prompts in the training sequence."""
+    """The answers to each prompt. `places` are those of the prompts in the training sequence. `replies` answers the
+    model where it ends a turn."""
     device = decoder.model.embed_tokens.weight.device
     rows, most = len(prompts) * sampling.answers, sampling.most_tokens
     u_TB = torch.tensor(
@@ -64,23 +80,14 @@ def generate_lot(
         dtype=torch.float64,
     ).T
     lot = _Lot(decoder, prompts, sampling.answers, most)
-    tokens_TB = torch.empty(most, rows, dtype=torch.int64)
-    entropy_TB = torch.zeros(most, rows, dtype=torch.float64)
-    ended_B = torch.zeros(rows, dtype=torch.bool)
+    answers_B = _Answers(rows, sampling, replies)
     logits_BV = lot.begin()
-    count = 0
-    for at in range(most):
-        token_B, entropy_TB[at] = sample_tokens(logits_BV, u_TB[at], sampling.temperature)
-        tokens_TB[at] = token_B
-        count = at + 1
-        ended_B |= token_B == sampling.end_of_text
-        if bool(ended_B.all()) or count == most:
+    while True:
+        token_B = answers_B.append(*sample_tokens(logits_BV, u_TB[answers_B.count], sampling.temperature))
+        if answers_B.complete:
             break
         logits_BV = lot.advance(token_B.to(device))
-    answers = [
-        _answer(tokens_TB[:count, row].tolist(), entropy_TB[:count, row].tolist(), sampling.end_of_text)
-        for row in range(rows)
-    ]
+    answers = [answers_B.answer(row) for row in range(rows)]
     return [answers[first : first + sampling.answers] for first in range(0, rows, sampling.answers)]
 
 
@@ -96,9 +103,62 @@ def sample_tokens(logits_BV: Tensor, u_B: Tensor, temperature: float) -> tuple[T
     return token_B, -(shares_BV * torch.where(shares_BV > 0, logprobs_BV, 0.0)).sum(-1)
 
 
-def _answer(tokens: list[int], entropies: list[float], end: int) -> Generated:
-    size = tokens.index(end) + 1 if end in tokens else len(tokens)
-    return Generated(tokens[:size], STOP if end in tokens else LENGTH, sum(entropies[:size]) / size)
+class _Answers:
+    """The answers of a lot while they are generated."""
+
+    def __init__(self, rows: int, sampling: Sampling, replies: Replies | None) -> None:
+        self._sampling, self._replies_of = sampling, replies
+        self._tokens_TB = torch.empty(sampling.most_tokens, rows, dtype=torch.int64)
+        self._entropy_TB = torch.zeros(sampling.most_tokens, rows, dtype=torch.float64)
+        self._given_TB = torch.full((sampling.most_tokens, rows), -1)  # tokens of replies
+        self._ended_B = torch.zeros(rows, dtype=torch.bool)
+        self._endings: list[tuple[int, Ending]] = [(sampling.most_tokens, LENGTH)] * rows  # with sizes
+        self._replies: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
+        self._turn_B = torch.zeros(rows, dtype=torch.int64)  # where the turn of the model began
+        self.count = 0  # tokens of each row
+
+    @property
+    def complete(self) -> bool:
+        """Whether all answers have ended."""
+        return self.count == len(self._tokens_TB) or bool(self._ended_B.all())
+
+    def append(self, sampled_B: Tensor, entropy_B: Tensor) -> Tensor:
+        """Append a token to each row: that of a reply, or else the sampled one. Returns them."""
+        at, given_B = self.count, self._given_TB[self.count]
+        token_B = torch.where(given_B < 0, sampled_B, given_B)
+        self._tokens_TB[at], self._entropy_TB[at] = token_B, entropy_B
+        self.count += 1
+        ends_B = token_B == self._sampling.end_of_text
+        if (most := self._sampling.turn_tokens) is not None:
+            ends_B |= self.count - self._turn_B >= most
+        stops_B = ends_B & (given_B < 0) & ~self._ended_B
+        for row in stops_B.nonzero()[:, 0].tolist():
+            self._end_turn(row)
+        return token_B
+
+    def answer(self, row: int) -> Generated:
+        """The answer of a row."""
+        size, ending = self._endings[row]
+        sampled_T = self._given_TB[:size, row] < 0
+        entropies = self._entropy_TB[:size, row][sampled_T].tolist()
+        mean = sum(entropies) / len(entropies)
+        return Generated(self._tokens_TB[:size, row].tolist(), ending, mean, self._replies[row])
+
+    def _end_turn(self, row: int) -> None:
+        """Give the reply to a turn of the model, or end the answer."""
+        begin, reply = self.count, None
+        if self._replies_of is not None:
+            turns = turns_of(self._tokens_TB[:begin, row].tolist(), self._replies[row])
+            reply = self._replies_of(*divmod(row, self._sampling.answers), turns)
+        end = begin + len(reply or ())
+        if reply is None or end >= len(self._tokens_TB):
+            self._ended_B[row] = True
+            ended = reply is None and int(self._tokens_TB[begin - 1, row]) == self._sampling.end_of_text
+            self._endings[row] = begin, STOP if ended else LENGTH
+            return
+        self._given_TB[begin:end, row] = torch.tensor(reply, dtype=torch.int64)
+        self._replies[row].append((begin, end))
+        self._turn_B[row] = end
 
 
 class _RowsCache(LayerCache):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict, Field
 
-from holdfast.spec.errors import MissingError
+from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.json_parsing import parse_json
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_bounded
@@ -41,6 +41,8 @@ class Answer(RecordPart):
     rewards: list[float]  # in the order of the spec
     errors: list[str]  # why a reward is that of `on_failure`; empty if it is not
     reward: float  # the weighted sum
+    replies: list[tuple[int, int]] = []  # the ranges of tokens that the environment wrote
+    environment_error: str = ""  # why the environment failed, which ended the answer
 
 
 class Unit(RecordPart):
@@ -59,15 +61,20 @@ class Unit(RecordPart):
 class LotRecord(RecordPart):
     """The units of a lot."""
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     step: int  # the first step that learns from them, from 1
     lot: int
     policy: str  # digest of the weights
     units: list[Unit] = Field(min_length=1)
 
     def dump(self) -> bytes:
-        """The bytes of the record. The same record always gives the same bytes."""
-        return json.dumps(self.model_dump(), separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        """The bytes of the record, with their digest. The same record always gives the same bytes."""
+        content = self._content()
+        digest = blake3(content).hexdigest()
+        return b'{"content_digest":"' + digest.encode() + b'","record":' + content + b"}\n"
+
+    def _content(self) -> bytes:
+        return json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=False).encode()
 
     @property
     def tokens(self) -> list[list[list[int]]]:
@@ -75,9 +82,18 @@ class LotRecord(RecordPart):
         return [unit.tokens for unit in self.units]
 
 
+class _StoredRecord(RecordPart):
+    content_digest: str  # of the record's bytes
+    record: LotRecord
+
+
 def parse_record(raw: bytes | str, source: str) -> LotRecord:
-    """Parse a record. Raises DataError, naming `source`."""
-    return parse_json(raw, LotRecord, source, REMEDY)
+    """Parse a record. Raises DataError, naming `source`, if it is damaged or its content has another digest."""
+    stored = parse_json(raw, _StoredRecord, source, REMEDY)
+    data = raw.encode() if isinstance(raw, str) else raw
+    if stored.record.dump() != data:
+        raise DataError(f"{source}: has not the content of its digest {stored.content_digest:.16}; {REMEDY}")
+    return stored.record
 
 
 def record_key(run_id: str, step: int, lot: int, policy: str, generator: Mapping[str, Any]) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from holdfast.corpus.encode import load_tokenizer
 from holdfast.dataset import Dataset
 from holdfast.rewards.process import RewardProcess
-from holdfast.rollouts.generation import Sampling, generate_lot
+from holdfast.rollouts.generation import generate_lot, sampling_of
+from holdfast.rollouts.turns import LiveReplies, Texts
 from holdfast.scoring.models import ExportedModel
 from holdfast.spec.errors import DataError
 from holdfast.spec.tree import Spec
@@ -25,20 +26,24 @@ def score_answers(spec: Spec, model: ExportedModel, dataset: Dataset, code: str)
             f"training.grpo.answer_tokens = {settings.answer_tokens} it exceeds model.context = {spec.model.context}; "
             "lower answer_tokens, or remove the prompt"
         )
-    end, tokenizer = dataset.end_of_text, load_tokenizer(dataset.tokenizer_json())
-    sampling = Sampling(evaluation.answers, settings.answer_tokens, settings.temperature, SEED, end)
+    end = dataset.end_of_text
+    texts = Texts(load_tokenizer(dataset.tokenizer_json()), end)
+    sampling = sampling_of(settings, evaluation.answers, SEED, end)
     count, solved, solved_prompts, total = min(len(prompts), evaluation.max_prompts), 0, 0, 0.0
-    with RewardProcess(settings.rewards, code) as rewards:
+    environment = settings.environment
+    with RewardProcess(settings.rewards, code, environment) as rewards:
         for first in range(0, count, settings.lot):
             lot = [prompts[number] for number in range(first, min(first + settings.lot, count))]
             places = [prompt.number for prompt in lot]
-            generated = generate_lot(model.decoder, [prompt.tokens for prompt in lot], places, sampling)
+            replies = None
+            if environment is not None:
+                replies = LiveReplies(rewards, [prompt.record for prompt in lot], texts, environment.turns)
+            generated = generate_lot(model.decoder, [prompt.tokens for prompt in lot], places, sampling, replies)
             for prompt, answers in zip(lot, generated, strict=True):
                 values = []
                 for answer in answers:
-                    ids = answer.tokens[:-1] if answer.tokens[-1] == end else answer.tokens
-                    text = tokenizer.decode(ids, skip_special_tokens=False)
-                    values.append(rewards.score(prompt.record, text).total(settings.rewards))
+                    scored = rewards.score(*texts.scored(prompt.record, answer.tokens, answer.replies))
+                    values.append(scored.total(settings.rewards))
                 right = sum(value >= evaluation.solved_reward for value in values)
                 solved, solved_prompts, total = solved + right, solved_prompts + (right > 0), total + sum(values)
     asked = count * evaluation.answers

@@ -105,6 +105,7 @@ ROLES = (
     Role("training.objective", 2, in_ranks=True),
     Role("training.schedule.factor", 2, in_ranks=True),
     Role("training.grpo.rewards[]", 2, in_ranks=True),
+    Role("training.grpo.environment", 2, in_ranks=True),
     Role("evaluation.load", 1),
     Role("evaluation.metrics[]", 2),
     Role("registration.serve", 1, is_class=True),

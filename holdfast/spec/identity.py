@@ -109,7 +109,11 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
 
 
 # Fields of `training` that are younger than run ids. At their defaults they are not in the id.
-_YOUNGER: Mapping[str, tuple[str, ...]] = {"optimizer": ("groups", "muon"), "schedule": ("decay_steps", "decay_shape")}
+_YOUNGER: Mapping[str, tuple[str, ...]] = {
+    "optimizer": ("groups", "muon"),
+    "schedule": ("decay_steps", "decay_shape"),
+    "grpo": ("environment", "lag"),
+}
 
 
 def _drop_unused(fields: dict[str, Any], spec: Spec) -> None:
@@ -127,6 +131,9 @@ def _drop_unused(fields: dict[str, Any], spec: Spec) -> None:
         if reward.use:
             identity = function_identity(f"training.grpo.rewards.{number}", reward)
             fields["training"]["grpo"]["rewards"][number] |= identity
+    if (environment := training.grpo.environment) is not None:
+        identity = function_identity("training.grpo.environment", environment)
+        fields["training"]["grpo"]["environment"] |= identity
     if training.grpo == Grpo():
         del fields["training"]["grpo"]
     if training.ema == Ema():

@@ -63,6 +63,21 @@ class Reward(Function):
         return self.function_name if self.use else self.kind
 
 
+class Environment(Function):
+    """A function `reply(record, turns)` of your own code that answers the model, such as a tool. `turns` are the texts
+    so far: the model's, your reply, the model's. It returns the next text, or None to end the answer. Keys that are no
+    fields are passed to it by name."""
+
+    turns: int = Field(4, ge=2, le=1000, description="Maximum number of texts that the model writes in an answer.")
+    turn_tokens: int | None = Field(
+        None, ge=1, description="Maximum length of a text of the model, in tokens. Default: that of the answer."
+    )
+    timeout_seconds: float = Field(
+        5.0, gt=0, le=3600, description="Limit of one reply, in seconds. An answer whose reply exceeds it ends."
+    )
+    memory_mib: int = Field(1024, ge=64, le=2**20, description="Memory of the process that computes it, in MiB.")
+
+
 class Grpo(Section):
     """Reinforcement learning from rewards (objective grpo). See docs/rl.md."""
 
@@ -70,7 +85,12 @@ class Grpo(Section):
     group: int = Field(
         8, ge=2, le=4096, description="Answers to each prompt. A step has `global_batch` answers in total."
     )
-    answer_tokens: int = Field(256, ge=1, le=2**20, description="Maximum length of an answer, in tokens.")
+    answer_tokens: int = Field(
+        256, ge=1, le=2**20, description="Maximum length of an answer, in tokens, with the replies of an environment."
+    )
+    environment: Environment | None = Field(
+        None, description="Your function that replies to the model, for answers with several turns and tools."
+    )
     temperature: float = Field(1.0, gt=0, le=10, description="Temperature of the sampled answers.")
     lot: int = Field(
         8,
@@ -100,4 +120,17 @@ class Grpo(Section):
         le=100,
         description="Optimizer steps on the same answers. The first of them generates; later ones compare with its "
         "probabilities.",
+    )
+    lag: int = Field(
+        0,
+        ge=0,
+        le=1,
+        description="Age of the weights that answer, in steps. 0: a step learns from answers of the current weights. "
+        "1: from those of the weights one step before, always.",
+    )
+    keep_steps: int | None = runtime_field(
+        None,
+        "Delete the records of answers that are more than this many steps older than the oldest checkpoint. Default: "
+        "keep all.",
+        ge=0,
     )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import signal
+from pathlib import Path
 
 import numpy as np
 
+from holdfast.code.closure import role_digest, source_text
 from holdfast.dataset.vocabulary import ENDS, RECORD, UNCOUNTED
 from holdfast.spec import Spec
 from holdfast.store import Store
+from tests.train.ranks import Runs
 from tests.train.tiny_run import tiny_spec, write_dataset
 
 PROMPTS = 12
@@ -41,3 +45,27 @@ def prompt_words() -> np.ndarray:
 def write_prompts(store: Store) -> str:
     """Write the dataset, and return its id."""
     return write_dataset(store, packed=prompt_words(), kind="prompts", text="")
+
+
+MINE = """\
+def reply(record, turns):
+    return None if len(turns) > 3 else record["prompt"]
+"""
+
+
+def turns_fields(folder: Path) -> tuple[str, ...]:
+    """The overrides of a run with an environment, whose file this writes into `folder`."""
+    folder.mkdir(exist_ok=True)
+    (folder / "mine.py").write_text(MINE, encoding="utf-8")
+    digest = role_digest({"mine.py": source_text(MINE.encode())}, "mine.py:reply")
+    environment = f'{{use: "mine.py:reply", digest: "{digest}", turn_tokens: 2, timeout_seconds: 60}}'
+    return (f"training.grpo.environment={environment}", "training.grpo.answer_tokens=9")
+
+
+def train_with_code(rank: int, size: int, url: str, folder: Path, runs: Runs, code: Path) -> list[str]:
+    """Train runs, as a rank, with the functions of the folder `code`."""
+    from holdfast.code import resolve
+    from tests.train import ranks
+
+    resolve._entered[:] = [code]
+    return ranks._train_all(rank, size, url, folder, runs, False, signal.SIGTERM)

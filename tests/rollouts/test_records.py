@@ -39,6 +39,9 @@ def test_a_record_is_created_once_and_read_back(tmp_path: Path) -> None:
     store.put(key, record.dump()[:-20])
     with pytest.raises(DataError, match=r"is damaged .*delete it"):
         find_record(store, key)
+    store.put(key, record.dump().replace(b'"prompt":4', b'"prompt":5'))
+    with pytest.raises(DataError, match=r"has not the content of its digest .*delete it"):
+        find_record(store, key)
 
 
 def test_log_probabilities_belong_to_their_answers() -> None:
@@ -70,6 +73,11 @@ def test_the_rows_of_answers_have_their_advantages_on_counted_tokens() -> None:
 
 def test_a_row_is_never_longer_than_the_context() -> None:
     assert rows_of(UNITS, [[1, 2], [3]], True, context=5, filler=0)[0].shape == (4, 6)
+
+
+def test_older_weights_need_one_update() -> None:
+    with pytest.raises(SpecError, match=r"training\.grpo\.lag: .*not supported with several updates"):
+        prompt_spec("training.grpo.lag=1", "training.grpo.updates=2")
 
 
 def test_a_lot_whose_record_could_not_be_read_again_is_refused() -> None:

@@ -14,11 +14,13 @@ from holdfast.spec import Spec
 from holdfast.store import Store, open_store
 from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
-from tests.rollouts.prompt_run import FIELDS, prompt_spec, write_prompts
+from tests.rollouts.prompt_run import FIELDS, prompt_spec, train_with_code, turns_fields, write_prompts
 from tests.train.ranks import identity_of, train_in_ranks, trained
 
 ELASTIC = ("training.determinism=elastic",)
 TWICE = ("training.grpo.updates=2", "training.steps=5", "checkpoint.every_steps=3")
+LAG = ("training.grpo.lag=1",)
+VARIANTS: tuple[tuple[str, ...], ...] = ((), TWICE, LAG)
 
 
 def answers(store: Store, spec: Spec, salt: str = "") -> list[Any]:
@@ -41,11 +43,11 @@ def store(tmp_path: Path) -> Store:
 
 
 def test_a_stopped_run_learns_from_the_same_answers(store: Store, tmp_path: Path) -> None:
-    runs = [(overrides(*fields), salt, stop) for fields in ((), TWICE) for salt, stop in (("", None), ("cut", 1))]
-    assert train_in_ranks(1, store.url, tmp_path / "first", runs) == ["", "PreemptedError"] * 2
+    runs = [(overrides(*fields), salt, stop) for fields in VARIANTS for salt, stop in (("", None), ("cut", 1))]
+    assert train_in_ranks(1, store.url, tmp_path / "first", runs) == ["", "PreemptedError"] * len(VARIANTS)
     again = [(fields, salt, None) for fields, salt, stop in runs if stop]
-    assert train_in_ranks(1, store.url, tmp_path / "second", again) == [""] * 2
-    for fields in ((), TWICE):
+    assert train_in_ranks(1, store.url, tmp_path / "second", again) == [""] * len(VARIANTS)
+    for fields in VARIANTS:
         spec = prompt_spec(*fields)
         assert trained(store, spec) == trained(store, spec, "cut")
         assert answers(store, spec) == answers(store, spec, "cut")
@@ -58,6 +60,11 @@ def test_a_stopped_run_learns_from_the_same_answers(store: Store, tmp_path: Path
     assert set(rewards) > {0.0}
     clipped = [row["objective.policy_loss"] for row in read_history(store, identity_of(prompt_spec(*TWICE)))]
     assert clipped[0] != clipped[1], "the second update on the same answers has other ratios"
+    policies = {fields: [record.policy for record in answers(store, prompt_spec(*fields))][::2] for fields in VARIANTS}
+    assert len(set(policies[()])) == 4
+    first, second, *_ = policies[LAG]
+    assert first == second == policies[()][0], "the second step learns from answers of the first weights"
+    assert len(set(policies[LAG])) == 3
 
 
 @pytest.mark.drill
@@ -89,6 +96,22 @@ def test_sharded_models_answer_at_any_number_of_ranks_and_like_whole_ones(store:
     first = list(records_of_step(store, run, 1))
     assert len(first) == 2
     assert first == list(records_of_step(store, identity_of(spec), 1))
+
+
+def test_a_stopped_run_with_an_environment_learns_from_the_same_answers(store: Store, tmp_path: Path) -> None:
+    code = tmp_path / "code"
+    fields = turns_fields(code)
+    runs = [(overrides(*fields), salt, stop) for salt, stop in (("", None), ("cut", 1))]
+    assert in_ranks(1, train_with_code, store.url, tmp_path / "first", runs, code) == [["", "PreemptedError"]]
+    rest = [(overrides(*fields), "cut", None)]
+    assert in_ranks(1, train_with_code, store.url, tmp_path / "second", rest, code) == [[""]]
+    spec = prompt_spec(*fields)
+    assert trained(store, spec) == trained(store, spec, "cut")
+    assert answers(store, spec) == answers(store, spec, "cut")
+    found = [answer for record in answers(store, spec) for unit in record.units for answer in unit.answers]
+    assert not any(answer.environment_error for answer in found)
+    assert {len(answer.replies) for answer in found} == {2}
+    assert {tuple(answer.replies) for answer in found} == {((2, 3), (5, 6))}
 
 
 PLACES = ("generation", "between", "update")
@@ -135,3 +158,16 @@ def test_a_rank_killed_anywhere_in_a_step_changes_no_bit(store: Store, tmp_path:
     for place in PLACES:
         assert trained(store, spec, place) == trained(store, spec)
         assert answers(store, spec, place) == answers(store, spec), "no prompt is lost or repeated"
+
+
+def test_records_are_collected_with_checkpoints(store: Store, tmp_path: Path) -> None:
+    """Of the records, those of the last step remain, one step before the next step of the only checkpoint."""
+    collected = overrides("training.grpo.keep_steps=1", "checkpoint.keep_last=1")
+    runs = [(overrides(), "", None), (collected, "collected", 2)]
+    assert train_in_ranks(1, store.url, tmp_path / "first", runs) == ["", "PreemptedError"]
+    spec = prompt_spec()
+    assert recorded_steps(store, identity_of(spec, "collected")) == [2]
+    assert train_in_ranks(1, store.url, tmp_path / "second", [(collected, "collected", None)]) == [""]
+    assert recorded_steps(store, identity_of(spec, "collected")) == [4]
+    assert recorded_steps(store, identity_of(spec)) == [1, 2, 3, 4]
+    assert trained(store, spec, "collected") == trained(store, spec)

@@ -64,7 +64,10 @@ def tree() -> dict[str, Any]:
                 "objective": {"use": "m.py:f", "digest": "0" * 64},
                 "optimizer": {"groups": [{}]},
                 "schedule": {"factor": {"use": "m.py:f", "digest": "0" * 64}},
-                "grpo": {"rewards": [{"use": "m.py:f", "digest": "0" * 64}]},
+                "grpo": {
+                    "rewards": [{"use": "m.py:f", "digest": "0" * 64}],
+                    "environment": {"use": "m.py:f", "digest": "0" * 64},
+                },
             },
             "evaluation": {"tasks": [{"uri": "x"}], "metrics": ["m.py:f"], "load": {"use": "m.py:f"}},
             "telemetry": {"observers": ["m.py:f"]},

@@ -14,6 +14,7 @@ from holdfast.checkpoint.reader import read_manifest
 from holdfast.checkpoint.retention import Pin, Retention, checkpoint_times, list_pins
 from holdfast.spec.checkpoint import Checkpoint as Settings
 from holdfast.spec.errors import DataError, MissingError
+from holdfast.spec.rollout import Grpo
 from holdfast.spec.training import Anomalies
 from holdfast.store import Store, layout
 from holdfast.store.sequence import newest, read_record
@@ -39,12 +40,16 @@ class CheckpointInfo:
 def retention_of(store: Store, run_id: str) -> Retention:
     """The retention of the run's newest launch; for a run that was never launched, the spec's defaults."""
     settings: Mapping[str, Any] = {}
-    anomalies: Mapping[str, Any] = {}
+    training: Mapping[str, Any] = {}
     if number := newest(store, layout.launches(run_id)):
         assignment = read_record(store, layout.launches(run_id), number).get("assignment") or {}
         settings = assignment.get("checkpoint") or {}
-        anomalies = (assignment.get("training") or {}).get("anomalies") or {}
-    return Retention.of(Settings.model_validate(dict(settings)), Anomalies.model_validate(dict(anomalies)))
+        training = assignment.get("training") or {}
+    return Retention.of(
+        Settings.model_validate(dict(settings)),
+        Anomalies.model_validate(training.get("anomalies") or {}),
+        Grpo.model_validate(training.get("grpo") or {}),
+    )
 
 
 def list_checkpoints(store: Store, run_id: str, retention: Retention) -> list[CheckpointInfo]:

@@ -40,6 +40,9 @@ def check_grpo(spec: Spec) -> Iterator[Problem]:
     if size > MAX_RECORD:
         problem = f"may give a record of {size:,} bytes, and {MAX_RECORD:,} are read"
         yield Problem("training.grpo.lot", settings.lot, problem, "use fewer, or lower training.grpo.answer_tokens")
+    if settings.lag and settings.updates > 1:
+        remedy = "use 0, or training.grpo.updates: 1"
+        yield Problem("training.grpo.lag", settings.lag, "is not supported with several updates", remedy)
     if settings.kl_weight and spec.model.init_from is None:
         remedy = "name weights, or use training.grpo.kl_weight: 0"
         yield Problem("model.init_from", None, "is missing, and the divergence is measured from it", remedy)
