@@ -24,6 +24,7 @@ from holdfast.spec.rollout import Environment, Reward
 
 _NEW_USER, _NEW_NETWORK = 0x10000000, 0x40000000  # flags of unshare(2)
 Score = Callable[[dict[str, Any], str], Any]
+Reply = Callable[[dict[str, Any], list[str]], Any]
 
 
 def main() -> None:
@@ -34,10 +35,13 @@ def main() -> None:
     rewards = [Reward.model_validate(each) for each in setup["rewards"]]
     end_with_parent()
     isolated = _leave_network()
-    scores, reply_of, limits = [_score_of(reward, setup["code"]) for reward in rewards], None, [*rewards]
+    scores = [_score_of(reward, setup["code"]) for reward in rewards]
+    reply_of: Reply | None = None
+    limits: list[Reward | Environment] = [*rewards]
     if setup["environment"] is not None:
         environment = Environment.model_validate(setup["environment"])
-        reply_of, limits = bind(environment, setup["code"]), [*rewards, environment]
+        reply_of = bind(environment, setup["code"])
+        limits.append(environment)
     own = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
     memory = own + max(limit.memory_mib for limit in limits) * 2**20
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -77,9 +81,7 @@ def _scored(score: Score, request: dict[str, Any], code: Path) -> dict[str, Any]
     return {"value": float(value)}
 
 
-def _replied(
-    reply_of: Callable[[dict[str, Any], list[str]], Any], request: dict[str, Any], code: Path
-) -> dict[str, Any]:
+def _replied(reply_of: Reply, request: dict[str, Any], code: Path) -> dict[str, Any]:
     """The text of a reply, or why there is none."""
     try:
         text = reply_of(request["record"], request["turns"])

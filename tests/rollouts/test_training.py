@@ -16,10 +16,12 @@ from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.rollouts.prompt_run import FIELDS, prompt_spec, train_with_code, turns_fields, write_prompts
 from tests.train.ranks import identity_of, train_in_ranks, trained
+from tests.train.test_worker import write_weights
 
 ELASTIC = ("training.determinism=elastic",)
 TWICE = ("training.grpo.updates=2", "training.steps=5", "checkpoint.every_steps=3")
 LAG = ("training.grpo.lag=1",)
+LORA = ("training.lora.rank=4", "training.grpo.kl_weight=0.05", "training.precision=bf16")
 VARIANTS: tuple[tuple[str, ...], ...] = ((), TWICE, LAG)
 
 
@@ -171,3 +173,18 @@ def test_records_are_collected_with_checkpoints(store: Store, tmp_path: Path) ->
     assert recorded_steps(store, identity_of(spec, "collected")) == [4]
     assert recorded_steps(store, identity_of(spec)) == [1, 2, 3, 4]
     assert trained(store, spec, "collected") == trained(store, spec)
+
+
+@pytest.mark.drill
+def test_stopped_adapters_with_a_divergence_in_bf16_learn_from_the_same_answers(store: Store, tmp_path: Path) -> None:
+    write_weights(tmp_path / "weights", store, seed=3)
+    fields = (f"model.init_from={tmp_path / 'weights'}", *LORA)
+    runs = [(overrides(*fields), "", None), (overrides(*fields), "cut", 1)]
+    assert train_in_ranks(1, store.url, tmp_path / "first", runs) == ["", "PreemptedError"]
+    assert train_in_ranks(1, store.url, tmp_path / "second", [(overrides(*fields), "cut", None)]) == [""]
+    spec = prompt_spec(*fields)
+    assert trained(store, spec) == trained(store, spec, "cut")
+    assert answers(store, spec) == answers(store, spec, "cut")
+    divergence = [row["objective.kl"] for row in read_history(store, identity_of(spec))]
+    assert divergence[0] == 0
+    assert divergence[-1] > 0

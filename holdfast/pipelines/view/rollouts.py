@@ -13,7 +13,7 @@ from holdfast.dataset import Dataset
 from holdfast.pages import render
 from holdfast.pipelines.view.report import WIDE
 from holdfast.pipelines.view.terminal import SafeConsole
-from holdfast.rollouts.records import LotRecord, recorded_steps, records_of_step
+from holdfast.rollouts.records import Answer, LotRecord, recorded_steps, records_of_step
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec.errors import MissingError
 from holdfast.spec.tree import Spec
@@ -31,7 +31,7 @@ class ShownAnswer:
     ending: str  # stop or length
     entropy: float  # nats a token
     rewards: dict[str, float]  # by name
-    errors: dict[str, str]  # of the rewards that failed
+    errors: dict[str, str]  # of the rewards, or the environment, that failed
     reward: float  # the weighted sum
     advantage: float
 
@@ -81,7 +81,7 @@ def rollouts_of(store: Store, spec: Spec, run_id: str, dataset_id: str, step: in
                 ending=answer.ending,
                 entropy=answer.entropy,
                 rewards=dict(zip(names, answer.rewards, strict=True)),
-                errors={name: error for name, error in zip(names, answer.errors, strict=True) if error},
+                errors=_errors(answer, names),
                 reward=answer.reward,
                 advantage=advantage,
             )
@@ -90,6 +90,11 @@ def rollouts_of(store: Store, spec: Spec, run_id: str, dataset_id: str, step: in
         text = tokenizer.decode(prompts[unit.prompt].tokens, skip_special_tokens=False)
         units.append(ShownUnit(text, unit.prompt, answers))
     return Rollouts(run_id, first, next(iter(newest.values())).policy, units)
+
+
+def _errors(answer: Answer, names: list[str]) -> dict[str, str]:
+    named = {"environment": answer.environment_error, **dict(zip(names, answer.errors, strict=True))}
+    return {name: error for name, error in named.items() if error}
 
 
 def print_rollouts(found: Rollouts) -> None:
