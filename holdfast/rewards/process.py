@@ -126,8 +126,8 @@ class _Child:
         if isinstance(hello, str):
             self.end()
             raise UserCodeError(
-                f"training.grpo.rewards: the process that computes them does not start: {hello}; look at its error "
-                "above, raise memory_mib, or correct the file of the reward"
+                f"training.grpo: the process that computes rewards and replies does not start: {hello}; look at its "
+                "error above, raise memory_mib, or correct the file of your function"
             )
         if not hello["isolated"]:
             log.warning("this system does not let rewards run without a network: they can reach it")

@@ -163,6 +163,7 @@ def test_runtime_fields_are_these_and_no_others() -> None:
         "data.workers", "data.fan_out", "train.restart_on", "train.log_every", "train.verify_steps", "train.preload",
         "training.auto_micro_batch",
         "training.objective.use", "training.schedule.factor.use", "training.grpo.rewards[].use",
+        "training.grpo.environment.use", "training.grpo.keep_steps",
         "training.topk_fraction", "training.anomalies.max_consecutive",
         "training.log_every",
         "parallel.auto",

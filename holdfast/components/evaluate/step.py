@@ -82,7 +82,9 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
         _mirror(spec, existing, store)  # its writer may have died before this
         return existing
 
-    if spec.evaluation.metrics or spec.evaluation.command or any(each.use for each in spec.training.grpo.rewards):
+    grpo = spec.training.grpo
+    answers = grpo.environment is not None or any(each.use for each in grpo.rewards)
+    if spec.evaluation.metrics or spec.evaluation.command or answers:
         enter_code(store, spec.code)
     scorer = _TextScorer(spec, store, trained, tasks) if spec.train.script is None else _ExportScorer(spec)
     measured = scorer.score_candidate(store, trained)
