@@ -30,7 +30,16 @@ from holdfast.model.decoder import Decoder
 from holdfast.rewards.process import RewardProcess
 from holdfast.rollouts.advantages import has_signal, rows_of, scored_rows
 from holdfast.rollouts.generation import LENGTH, Generated, generate_lot, sampling_of
-from holdfast.rollouts.records import Answer, LotRecord, Unit, find_record, logprobs_key, parse_record, record_key
+from holdfast.rollouts.records import (
+    Answer,
+    LotRecord,
+    Unit,
+    find_record,
+    logprobs_key,
+    parse_record,
+    record_key,
+    records_of_step,
+)
 from holdfast.rollouts.turns import LiveReplies, RecordedReplies, Replies, Texts
 from holdfast.spec.errors import DataError, MissingError, WrongArithmeticError
 from holdfast.store import Store
@@ -181,6 +190,9 @@ class AnswerBatches:
         places = range(first, first + len(prompts))
         key = record_key(self._spec.run_id, first_step, lot, policy, self._generator(places))
         found = find_record(self._store, key)
+        if found is None and decoder is None:  # another plan has generated it
+            for record in records_of_step(self._store, self._spec.run_id, first_step):
+                found = record if (record.lot, record.policy) == (lot, policy) else found
         if found is None and decoder is None:
             raise MissingError(
                 f"{self._store.url}/{key}: the answers that step {step + 1} learns from are gone; {self._remedy}"
@@ -201,8 +213,9 @@ class AnswerBatches:
                     for number, prompt in enumerate(prompts)
                 ],
             )
-            if self._store.put_if_absent(key, made.dump()) or (found := find_record(self._store, key)) is None:
+            if self._store.put_if_absent(key, made.dump()):
                 return made
+            return self._lot(step, lot, policy, prompts, decoder)  # another attempt has created it meanwhile
         self._verified = True
         if found.tokens != [[answer.tokens for answer in answers] for answers in generated]:
             raise WrongArithmeticError(
