@@ -51,7 +51,7 @@ class Generated:
 
 
 def sampling_of(settings: Grpo, answers: int, seed: int, end_of_text: int) -> Sampling:
-    """The sampling of `training.grpo`, with so many answers to each prompt."""
+    """The sampling of `training.grpo`, with `answers` answers to each prompt."""
     turn_tokens = None if settings.environment is None else settings.environment.turn_tokens
     return Sampling(answers, settings.answer_tokens, settings.temperature, seed, end_of_text, turn_tokens)
 
