@@ -29,8 +29,15 @@ from holdfast.spec.parallel import Parallel
 
 # AdamW's state of every weight: torch's name -> prefix of the canonical name.
 MOMENTS = {"exp_avg": "optimizer.exp_avg.", "exp_avg_sq": "optimizer.exp_avg_sq."}
-# State of an optimizer for each weight that it has such state for.
-OPTIMIZER_STATE = MOMENTS | {"momentum_buffer": "optimizer.momentum_buffer."}
+OPTIMIZER = "optimizer."  # names of state that an optimizer keeps for a weight begin with it
+COUNTER = "step"  # key of the state that counts updates, which is a scalar of the checkpoint
+
+
+def state_prefix(key: str) -> str:
+    """The prefix of the names of an optimizer's state `key`, before the name of the weight."""
+    return f"{OPTIMIZER}{key}."
+
+
 # Canonical prefix of the error that gradient compression keeps for every weight on every rank.
 LEFT_OUT = "compression.error."
 CODES, SCALES = ".codes", ".scales"  # suffixes of an NF4 matrix, after its name
@@ -219,7 +226,7 @@ def parts_of(box: TensorBox, rows: int) -> Iterator[tuple[torch.Tensor, int]]:
 
 
 def _zero_moment(box: TensorBox) -> bool:
-    if box.name.startswith((*OPTIMIZER_STATE.values(), LEFT_OUT)):
+    if box.name.startswith((OPTIMIZER, LEFT_OUT)):
         with torch.no_grad():
             box.data.zero_()
         return True

@@ -13,7 +13,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -49,7 +49,7 @@ def score_export(
     something else than numbers.
     """
     with _verified_folder(store, export, expected) as folder:
-        values = run_command(evaluation.command, folder) if evaluation.command else {}
+        values = run_command(evaluation.command, folder, evaluation.timeout_minutes) if evaluation.command else {}
         if functions and evaluation.load is not None:
             values |= _score_loaded(evaluation, folder)
     for metric in evaluation.metrics:
@@ -62,9 +62,9 @@ def score_export(
     return values
 
 
-def run_command(command: Sequence[str], export: Path) -> dict[str, float]:
-    """Run a command in the folder of the entered code, and read the metrics that it writes. Raises UserCodeError, and
-    DataError without code: a spec from a store runs no command."""
+def run_command(command: Sequence[str], export: Path, minutes: float) -> dict[str, float]:
+    """Run a command in the folder of the entered code, for at most `minutes`, and read the metrics that it writes.
+    Raises UserCodeError, and DataError without code: a spec from a store runs no command."""
     program, *rest = command
     name = " ".join(command)
     if not entered_folder():
@@ -72,7 +72,7 @@ def run_command(command: Sequence[str], export: Path) -> dict[str, float]:
     with temporary_folder("evaluate") as temporary:
         file = Path(temporary) / "metrics.json"
         environment = {**os.environ, EXPORT: str(export), METRICS: str(file), "PYTHONDONTWRITEBYTECODE": "1"}
-        _run([sys.executable if program in PYTHON else program, *rest], environment, name)
+        _run([sys.executable if program in PYTHON else program, *rest], environment, name, minutes)
         if not file.is_file():
             raise UserCodeError(f"{name}: wrote no file {METRICS}; write a JSON object of names and numbers to it")
         try:
@@ -121,9 +121,9 @@ def _call(use: str, function: Any, value: Any) -> Any:
         raise UserCodeError(f"{use}: failed: {describe(error, Path(entered_folder()))}") from error
 
 
-def _run(command: Sequence[str], environment: dict[str, str], name: str) -> None:
-    """Run a command and pass its output on. Raises UserCodeError if it cannot start or fails. Processes that it leaves
-    behind are not waited for."""
+def _run(command: Sequence[str], environment: dict[str, str], name: str, minutes: float) -> None:
+    """Run a command and pass its output on. Raises UserCodeError if it cannot start, fails or takes too long. Processes
+    that it leaves behind are not waited for."""
     try:
         process = subprocess.Popen(
             command,
@@ -147,17 +147,24 @@ def _run(command: Sequence[str], environment: dict[str, str], name: str) -> None
 
     reader = threading.Thread(target=read, name="output-of-command", daemon=True)
     reader.start()
+    code: int | None = None
     try:
-        code = process.wait()
+        with suppress(subprocess.TimeoutExpired):
+            code = process.wait(minutes * 60)
     finally:
         process.kill()  # after a signal
         process.wait()
     reader.join(DRAIN_SECONDS)
     if reader.is_alive():
         log.warning("%s: ended, and a process that it started still has its output open; it is not waited for", name)
+    tail = "".join(f"\n    {line}" for line in tuple(last)) or " (none)"
+    if code is None:
+        raise UserCodeError(
+            f"{name}: was killed after evaluation.timeout_minutes = {minutes:g}; raise it, or score less; the end of "
+            f"its output:{tail}"
+        )
     if code:
-        tail = "".join(f"\n    {line}" for line in tuple(last))
-        raise UserCodeError(f"{name}: ended with code {code}; the end of its output:{tail or ' (none)'}")
+        raise UserCodeError(f"{name}: ended with code {code}; the end of its output:{tail}")
 
 
 @contextmanager

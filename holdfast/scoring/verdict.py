@@ -159,7 +159,7 @@ def settings_key(spec: Spec) -> str:
     for metric in settings.get("metrics", ()):
         if metric["name"] is None:
             del metric["name"]
-    for name in ("every_steps", "keep_best", "stop_after"):  # they change no verdict
+    for name in ("every_steps", "keep_best", "stop_after", "timeout_minutes"):  # they change no verdict
         del settings[name]
     for task in settings["tasks"]:
         del task["while_training"]

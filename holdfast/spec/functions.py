@@ -104,6 +104,7 @@ ROLES = (
     Role("data.cleaning.filters[]", 1),
     Role("training.objective", 2, in_ranks=True),
     Role("training.schedule.factor", 2, in_ranks=True),
+    Role("training.optimizer.build", 1, in_ranks=True),
     Role("training.grpo.rewards[]", 2, in_ranks=True),
     Role("training.grpo.environment", 2, in_ranks=True),
     Role("evaluation.load", 1),

@@ -110,7 +110,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
 
 # Fields of `training` that are younger than run ids. At their defaults they are not in the id.
 _YOUNGER: Mapping[str, tuple[str, ...]] = {
-    "optimizer": ("groups", "muon"),
+    "optimizer": ("groups", "muon", "build"),
     "schedule": ("decay_steps", "decay_shape"),
     "grpo": ("environment", "lag"),
 }
@@ -118,6 +118,8 @@ _YOUNGER: Mapping[str, tuple[str, ...]] = {
 
 def _drop_unused(fields: dict[str, Any], spec: Spec) -> None:
     training, evaluation = spec.training, spec.evaluation
+    if (build := training.optimizer.build) is not None:
+        fields["training"]["optimizer"]["build"] = function_identity("training.optimizer.build", build)
     if evaluation.decides:
         fields["evaluation"] |= {name: getattr(evaluation, name) for name in ("every_steps", "max_tokens")}
     else:

@@ -80,6 +80,13 @@ class Evaluation(Section):
         "object of names and numbers. See docs/your-own-code.md.",
         max_length=1000,
     )
+    timeout_minutes: float = runtime_field(
+        1440.0,
+        "Time limit of `command` for one export, in minutes. Then it is killed, and the step fails with code 22, which "
+        "is not tried again.",
+        gt=0,
+        le=10_080,
+    )
     load: Function | None = Field(
         None,
         description="With `train.script`: a function of the folder of an export that returns the model for `metrics`.",

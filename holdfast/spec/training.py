@@ -48,8 +48,13 @@ class MuonSettings(Section):
 
 
 class Optimizer(Section):
-    """AdamW, LAMB or Muon. Weight decay applies to matrices, not to norms."""
+    """AdamW, LAMB, Muon, or your own. Weight decay applies to matrices, not to norms."""
 
+    build: Function | None = Field(
+        None,
+        description="Your own optimizer: a function of torch's parameter groups that returns a "
+        "`torch.optim.Optimizer`. See [Your own code](your-own-code.md).",
+    )
     kind: Literal["adamw", "lamb", "muon"] = Field(
         "adamw",
         description="`lamb` scales each tensor's update to the norm of the tensor, for very large batches. `muon` "

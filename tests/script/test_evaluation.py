@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import mlflow
@@ -191,13 +192,31 @@ def test_what_a_command_does_wrong_is_named(
     (tmp_path / "score.py").write_text(score)
     monkeypatch.setattr(resolve, "_entered", [tmp_path])
     with pytest.raises(UserCodeError, match=f"(?s){message}"):
-        run_command(["python", "score.py"], tmp_path)
+        run_command(["python", "score.py"], tmp_path, 10)
+
+
+def test_a_command_that_takes_too_long_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "_entered", [tmp_path])
+    began = time.monotonic()
+    with pytest.raises(UserCodeError, match=r"was killed after evaluation.timeout_minutes = 0.02.*output:\s+begun"):
+        run_command(["sh", "-c", "echo begun; echo $$ > pid; exec sleep 600"], tmp_path, 0.02)
+    assert time.monotonic() - began < 60
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+def test_the_time_limit_is_for_commands_and_in_no_key(home: Path, tmp_path: Path) -> None:
+    path = write_spec(tmp_path / "code", scored("[{name: size}]"))
+    spec, other = load_spec(path), load_spec(path, ["evaluation.timeout_minutes=5"])
+    assert settings_key(spec) == settings_key(other)
+    with pytest.raises(SpecError, match=r"evaluation.timeout_minutes: is not used without evaluation.command"):
+        load_spec(path, ["evaluation.command=[]", "evaluation.metrics=[]", "evaluation.timeout_minutes=5"])
 
 
 def test_a_command_without_code_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "_entered", [])
     with pytest.raises(DataError, match="no code was loaded"):
-        run_command(["touch", str(tmp_path / "ran")], tmp_path)
+        run_command(["touch", str(tmp_path / "ran")], tmp_path, 10)
     assert not (tmp_path / "ran").exists()
 
 
@@ -210,7 +229,7 @@ def test_output_of_a_command_has_no_private_key_and_processes_that_it_leaves_are
     monkeypatch.setattr(resolve, "_entered", [tmp_path])
     monkeypatch.setattr(own, "DRAIN_SECONDS", 0.2)
     command = "cat key; sleep 600 & echo $! > left; echo '{\"size\": 1}' > $HOLDFAST_METRICS"
-    assert run_command(["sh", "-c", command], tmp_path) == {"size": 1.0}
+    assert run_command(["sh", "-c", command], tmp_path, 10) == {"size": 1.0}
     os.kill(int((tmp_path / "left").read_text()), signal.SIGKILL)  # fails if the command was waited for
     assert "shown" in caplog.text
     assert "AAAA" not in caplog.text
@@ -222,7 +241,7 @@ def test_a_program_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(
         UserCodeError, match=r"no-such-program x: cannot be started: No such file.*program of the image"
     ):
-        run_command(["no-such-program", "x"], tmp_path)
+        run_command(["no-such-program", "x"], tmp_path, 10)
 
 
 def test_a_metric_that_the_command_did_not_write_is_named(home: Path, store: Store, tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ from holdfast.engines.torch.parameters import TrainedParameters, freeze
 from holdfast.engines.torch.pipeline import ForwardPipeline, Pipeline, build_parts
 from holdfast.engines.torch.scaling import LossScale
 from holdfast.engines.torch.tied import TiedEnds
-from holdfast.engines.weights import OPTIMIZER_STATE
+from holdfast.engines.weights import COUNTER, state_prefix
 from holdfast.launch.device import local_device
 from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import AVERAGE
@@ -179,11 +179,13 @@ class TorchEngine:
         if self._loss_scale is not None:
             self._loss_scale.restored(scalars)
         for state in self._optimizer.state.values():
-            state["step"].fill_(float(updates))
+            if COUNTER in state:
+                state[COUNTER].fill_(float(updates))
 
-    def scalars(self, step: int) -> dict[str, float | int]:  # noqa: ARG002 - the optimizer has counted
+    def scalars(self, step: int) -> dict[str, float | int]:
         """See Engine."""
-        updates: dict[str, float | int] = {UPDATES: int(next(iter(self._optimizer.state.values()))["step"])}
+        counter = next(iter(self._optimizer.state.values()), {}).get(COUNTER, step)  # an own optimizer may not count
+        updates: dict[str, float | int] = {UPDATES: int(counter)}
         return updates if self._loss_scale is None else updates | self._loss_scale.scalars()
 
     def saved(self) -> Sequence[TensorBox]:
@@ -279,9 +281,9 @@ class TorchEngine:
         for name, parameter in self._trained.named():
             layout, state = self._trained.layout_of(name, parameter), self._optimizer.state[parameter]
             yield layout, layout.box(parameter)
-            for key, prefix in OPTIMIZER_STATE.items():
-                if key in state:
-                    yield layout, layout.named(prefix).box(state[key])
+            for key, value in state.items():
+                if key != COUNTER:
+                    yield layout, layout.named(state_prefix(key)).box(value)
             if self._average is not None:
                 yield layout, layout.named(AVERAGE).box(self._average[name])
         for name, parameter in self._trained.frozen() if self._spec.training.lora.rank is None else ():

@@ -1,5 +1,5 @@
-"""Optimizers: torch's AdamW, and LAMB. Their state exists from the start, and a tensor on the device can hold an
-update back."""
+"""Optimizers: torch's AdamW, LAMB, Muon, and those of user code. Their state exists from the start, and a tensor on the
+device can hold an update back."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from holdfast.engines.groups import group_of
 from holdfast.engines.layout import local
 from holdfast.engines.torch.lamb import Lamb, Rows
 from holdfast.engines.torch.muon import BY_MUON, Muon
+from holdfast.engines.torch.own_optimizer import own_optimizer
 from holdfast.engines.weights import MOMENTS
 from holdfast.spec.training import Optimizer
 
@@ -35,6 +36,8 @@ def optimizer_of(
     kernel does not ensure that. It rounds the last elements of a tensor, which do not fill a vector, differently. For
     `rows` see Lamb. Each of a layer's `experts` is a matrix for Muon."""
     named = list(parameters)
+    if settings.build is not None:
+        return own_optimizer(settings.build, named, parameter_groups(named, settings))
     groups = parameter_groups(named, settings)
     optimizer: torch.optim.Optimizer
     if settings.kind == "lamb":
@@ -91,7 +94,7 @@ def set_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
 def update(optimizer: torch.optim.Optimizer, held: Tensor | None) -> None:
     """Run one optimizer step. If `held` is 1.0, it changes nothing and counts no step. No host waits for `held`: the
     fused kernel takes it, as from torch's gradient scaler. For other kernels the old values are restored."""
-    fused = optimizer.defaults["fused"]
+    fused = optimizer.defaults.get("fused")
     if held is not None:
         held = held.to(next(iter(optimizer.state)).device)  # with offload the host runs the step and needs the value
     if held is None or fused:

@@ -10,6 +10,7 @@ from zoneinfo import ZoneInfo, available_timezones
 from holdfast.spec.cluster import amount
 from holdfast.spec.cron import CronError, expand
 from holdfast.spec.errors import Problem
+from holdfast.spec.operations import Evaluation
 from holdfast.spec.rules.secrets import carries_secret
 from holdfast.spec.tree import Spec
 
@@ -20,6 +21,11 @@ def check_own_metrics(spec: Spec) -> Iterator[Problem]:
     """Metrics have different names. One without a function needs the command that writes it, and a command has a
     file. A class or function for scripts is not given without one."""
     evaluation = spec.evaluation
+    if evaluation.timeout_minutes != Evaluation.model_fields["timeout_minutes"].default and not evaluation.command:
+        message = "is not used without evaluation.command"
+        yield Problem(
+            "evaluation.timeout_minutes", evaluation.timeout_minutes, message, "remove it, or add the command"
+        )
     names = [metric.label for metric in evaluation.metrics]
     for number, (metric, name) in enumerate(zip(evaluation.metrics, names, strict=True)):
         field = f"evaluation.metrics.{number}"

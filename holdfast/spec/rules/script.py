@@ -11,7 +11,7 @@ from holdfast.spec.tree import Spec
 
 _WITHOUT_USE = ("model", "training")  # sections of Holdfast's own loop
 _PARALLEL = ("processes", "threads")  # fields that a script uses
-_EVALUATION = ("command", "load", "metrics", "versus_champion", "unscorable_champion")
+_EVALUATION = ("command", "timeout_minutes", "load", "metrics", "versus_champion", "unscorable_champion")
 _AFTER = ("registration", "serving", "schedule")  # sections of the steps after the evaluation
 
 

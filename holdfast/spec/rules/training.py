@@ -87,6 +87,9 @@ def check_optimizer(spec: Spec) -> Iterator[Problem]:
     """LAMB needs norms of whole tensors, and Muon whole matrices. The torch engine has them if every rank has a part of
     every tensor."""
     parallel, optimizer = spec.parallel, spec.training.optimizer
+    if optimizer.build is not None:
+        yield from _own_optimizer_problems(spec)
+        return
     if optimizer.kind != "muon":
         remedy = "remove it, or use training.optimizer.kind: muon"
         if optimizer.muon != MuonSettings():
@@ -113,6 +116,33 @@ def check_optimizer(spec: Spec) -> Iterator[Problem]:
                 f"is not supported with parallel.{field}: {value}",
                 "use adamw, or parallel.strategy: ddp or fsdp without pipeline and offload",
             )
+
+
+def _own_optimizer_problems(spec: Spec) -> Iterator[Problem]:
+    """An optimizer of user code updates whole parameters or their shards. Its settings are its arguments."""
+    parallel, optimizer = spec.parallel, spec.training.optimizer
+    for name in ("kind", "beta1", "beta2", "epsilon", "muon"):
+        value = getattr(optimizer, name)
+        if value != type(optimizer).model_fields[name].get_default(call_default_factory=True):
+            remedy = "give it to the function, next to use"
+            yield Problem(f"training.optimizer.{name}", value, "is not used by training.optimizer.build", remedy)
+    for index, group in enumerate(optimizer.groups):
+        if group.adamw:
+            message = "is not used by training.optimizer.build"
+            yield Problem(f"training.optimizer.groups[{index}].adamw", True, message, "remove it")
+    assert optimizer.build is not None
+    unable = {
+        "parallel.strategy": parallel.strategy if parallel.engine == "deepspeed" else None,
+        "parallel.tensor": parallel.tensor if parallel.tensor > 1 else None,
+        "parallel.pipeline": parallel.pipeline if parallel.pipeline > 1 else None,
+        "parallel.expert": parallel.expert if parallel.expert > 1 else None,
+        "parallel.offload": parallel.offload if parallel.offload != "none" else None,
+        "training.determinism": "elastic" if spec.training.determinism == "elastic" else None,
+    }
+    for field, value in unable.items():
+        if value is not None:
+            message, remedy = f"is not supported with {field}: {value}", "use ddp or fsdp, or a built-in optimizer"
+            yield Problem("training.optimizer.build", optimizer.build.use, message, remedy)
 
 
 def check_anomalies(spec: Spec) -> Iterator[Problem]:
