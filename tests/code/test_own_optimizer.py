@@ -91,7 +91,7 @@ def test_the_run_id_follows_the_source_and_the_arguments(tmp_path: Path) -> None
 REFUSED = {
     "return 7": r"returned int; return a torch.optim.Optimizer",
     "raise ValueError('no')": r"failed: ValueError: no",
-    "return torch.optim.SGD(groups[0]['params'][:1], lr=0.1)": r"has other parameters than the groups",
+    "return torch.optim.SGD(groups[0]['params'][:1], lr=0.1)": r"its optimizer has other parameters than the groups",
     "return torch.optim.SGD([p for g in groups for p in g['params']], lr=0.1)": r"its groups lack rate_factor",
     "return torch.optim.Adafactor(groups)": r"state 'row_var' of weight: has the shape .* no layout can divide it",
     "return torch.optim.Rprop(groups)": r"state 'step_size' of weight: is not 0 after a step with zero gradients",

@@ -21,8 +21,8 @@ def own_optimizer(
     function: Function, named: Sequence[tuple[str, nn.Parameter]], groups: Sequence[dict[str, Any]]
 ) -> torch.optim.Optimizer:
     """The optimizer that a function returns for torch's parameter groups. Its state is created here, by one step with
-    zero gradients at learning rate 0: every tensor is 0, and has the shape of its parameter, or is the counter `step`.
-    Overwrites the parameters.
+    zero gradients, learning rate and weight decay. Every tensor of it is 0 and has the shape of its parameter, or is
+    the counter `step`. Overwrites the parameters.
 
     Raises UserCodeError for a function that fails, and for state that a checkpoint could not hold by name.
     """
@@ -47,10 +47,11 @@ def own_optimizer(
 
 @torch.no_grad()
 def _create_state(use: str, optimizer: torch.optim.Optimizer) -> None:
-    """Make one step with zero gradients at learning rate 0, on parameters of ones. Counters are set back to 0. Raises
-    UserCodeError if it changes values of the groups, which no checkpoint holds."""
+    """Make one step with zero gradients, learning rate and weight decay, on parameters of ones. Counters are set back
+    to 0. Raises UserCodeError if it changes values of the groups, which no checkpoint holds."""
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
-        group["lr"] = 0.0
+        group["lr"] = group["weight_decay"] = 0.0
         for parameter in group["params"]:
             parameter.fill_(1.0)
             parameter.grad = torch.zeros_like(parameter)
@@ -67,6 +68,8 @@ def _create_state(use: str, optimizer: torch.optim.Optimizer) -> None:
                 f"parameter, as the tensor {COUNTER!r} or a tensor like the parameter"
             )
     optimizer.zero_grad(set_to_none=True)
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        group["weight_decay"] = decay
     for state in optimizer.state.values():
         if isinstance(counter := state.get(COUNTER), Tensor):
             counter.zero_()
