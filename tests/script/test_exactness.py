@@ -34,7 +34,8 @@ from holdfast.spec import ExitCode, Spec, parse_spec, run_id
 from holdfast.spec.errors import HoldfastError, NotExactError
 from holdfast.store import Store
 from holdfast.telemetry import read_events
-from holdfast.telemetry.events import ScriptVerification
+from holdfast.telemetry.channel import add_listener
+from holdfast.telemetry.events import AttemptBegan, Event, ScriptVerification
 from holdfast.telemetry.exactness import Resumption, read_exactness
 from tests.checkpoint.saving import DESCRIBE, opened
 from tests.script.launched import run_script
@@ -255,8 +256,12 @@ def test_a_verification_ends_a_script_that_trains_without_reporting_steps(tmp_pa
         for _ in range(10**6):
             optimizer.step()
 
+    seen: list[Event] = []
+    forget = add_listener(lambda event, _: seen.append(event))
     with pytest.raises(StateError, match=r"100 optimizer steps after session\.restore without session\.step"):
         run_script(f"file://{tmp_path}", "unreported", unreported, stop_at=4)
+    forget()
+    assert not [event for event in seen if isinstance(event, AttemptBegan)]  # a view would show it as one of the run
 
 
 @pytest.mark.slow  # three launches
