@@ -23,6 +23,7 @@ def choose_launcher(spec: Spec, logs: Path) -> Launcher:
     - `local` (the default): torchrun on this machine
     - `kubernetes`: a job object of kind `cluster.job`, in the cluster of this pod or of the kubeconfig
     - `slurm`: a step of the batch job that this process is in
+    - `ssh`: the machines of the file that HOLDFAST_HOSTS names
     - `ray`: a placement group of the Ray cluster that this machine belongs to
 
     Raises SpecError for an unknown name or a spec that the launcher cannot run, and MissingError for a missing package.
@@ -44,8 +45,16 @@ def choose_launcher(spec: Spec, logs: Path) -> Launcher:
         from holdfast.launch.ray.launcher import RayLauncher
 
         return RayLauncher(logs)
+    if name == "ssh":
+        from holdfast.launch.ssh.hosts import hosts_file, read_hosts, require_enough
+        from holdfast.launch.ssh.launcher import SshLauncher
+
+        require_no_spares(spec.cluster, "ssh")
+        hosts = read_hosts(hosts_file())
+        require_enough(spec.cluster, hosts)
+        return SshLauncher(logs, hosts)
     if name != "local":
-        remedy = "use local, kubernetes, slurm or ray"
+        remedy = "use local, kubernetes, slurm, ssh or ray"
         raise SpecError([Problem(VARIABLE, name, "is no launcher", remedy)], "environment")
     require_this_machine(spec)
     return LocalLauncher(logs)

@@ -39,6 +39,14 @@ def interface_address() -> str | None:
     return None
 
 
+def interface_of(address: str) -> str | None:
+    """The name of this machine's interface with an IP address; None if it has none."""
+    import psutil
+
+    interfaces = psutil.net_if_addrs().items()
+    return next((name for name, entries in interfaces if any(entry.address == address for entry in entries)), None)
+
+
 def listen_as(host: str, port: int) -> socket.socket:
     """A listener at `port` on this machine's address that `host` names to the other nodes.
 

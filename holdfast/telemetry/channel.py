@@ -67,6 +67,11 @@ def emit(event: Event) -> None:
         log.debug("event %s is lost: %s", event.kind, error)
 
 
+def append_line(line: bytes) -> None:
+    """Append the line of an event to this process's pipes. The event is of a process on another machine."""
+    _here.append(line)
+
+
 def set_source(source: str, *, launch: int | None = None, attempt: int | None = None, not_before: float = 0.0) -> None:
     """Set the source of this process's later events. `not_before`: the time (Unix seconds) of an event that precedes
     all of them, so that the order is right where this machine's clock is behind."""
@@ -121,6 +126,10 @@ class _Process:
             self._append(line)
             for listener in self.listeners:
                 listener(event, line)
+
+    def append(self, line: bytes) -> None:
+        with self._lock:
+            self._append(line)
 
     def _append(self, line: bytes) -> None:
         for path in filter(None, os.environ.get(PIPE, "").split(os.pathsep)):

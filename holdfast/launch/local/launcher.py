@@ -79,19 +79,7 @@ class LocalLauncher:
     @contextmanager
     def only_one(self, run_id: str) -> Iterator[None]:
         """See Launcher. Holds this machine's lock of the run. Raises OSError where the file system has no locks."""
-        path = home() / "locks" / f"{run_id}.lock"
-        make_folder(path.parent)
-        with path.open("a+") as lock:
-            try:
-                _lock(lock, run_id)
-            except OSError as error:
-                if error.errno not in NO_LOCKS:
-                    raise
-                remedy = "set HOLDFAST_HOME to a folder on a disk of this machine"
-                raise no_locks(path, error, remedy) from None
-            lock.truncate(0)
-            lock.write(str(os.getpid()))
-            lock.flush()
+        with only_one_here(run_id):
             try:
                 yield
             finally:
@@ -216,6 +204,25 @@ class LocalLauncher:
             timer = threading.Timer(self._grace + LEAVE_MARGIN, gang.kill)
             timer.daemon = True
             timer.start()
+
+
+@contextmanager
+def only_one_here(run_id: str) -> Iterator[None]:
+    """Hold this machine's lock of the run; waits for it. Raises OSError where the file system has no locks."""
+    path = home() / "locks" / f"{run_id}.lock"
+    make_folder(path.parent)
+    with path.open("a+") as lock:
+        try:
+            _lock(lock, run_id)
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                raise
+            remedy = "set HOLDFAST_HOME to a folder on a disk of this machine"
+            raise no_locks(path, error, remedy) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
 
 
 def _lock(lock: TextIO, run_id: str) -> None:

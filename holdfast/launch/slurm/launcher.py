@@ -21,14 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from holdfast.launch.accelerators import ACCELERATORS, network_variables
-from holdfast.launch.exits import (
-    FILE_VARIABLE,
-    NodeExit,
-    as_exit_code,
-    codes_of_nodes,
-    parse_exit_report,
-    root_cause,
-)
+from holdfast.launch.exits import FILE_VARIABLE, NodeExit, as_exit_code, parse_exit_report
+from holdfast.launch.gang_exit import gang_exit_of
 from holdfast.launch.interface import LEAVE_MARGIN, GangExit, Job
 from holdfast.launch.reporting import LaunchLog
 from holdfast.launch.slurm.environment import own_job, without_step
@@ -187,28 +181,9 @@ def _address(node: str) -> str:
 
 def _gang_exit(code: int, reports: dict[str, NodeExit | None], tail: tuple[str, ...], path: Path) -> GangExit:
     """How the launch ended, from srun's code and each node's exit report, in the order of the nodes."""
-    codes = dict(zip(reports, codes_of_nodes(code, list(reports.values())), strict=True))
-    cause = root_cause(codes.values())
-    blamed = frozenset(
-        node for node, ending in reports.items() if ending and ending.blames_node and ending.code == cause
-    )
-    silent = sorted(node for node, ending in reports.items() if ending is None) if code != ExitCode.OK else []
-    detail = f"{', '.join(silent)} did not say how it ended. " if silent else ""
-    if silent and (slurm_lines := [line.strip() for line in tail if _BY_SLURM.match(line)]):
-        detail += f"Slurm says: {'; '.join(dict.fromkeys(slurm_lines[-SLURM_LINES:]))}. "
-    node, first = next((place, reports[name]) for place, name in enumerate(codes) if codes[name] == cause)
-    rank = first.cause if first and cause != ExitCode.OK else None
-    detail += f"{first.detail}. " if first and first.detail and cause != ExitCode.OK else ""
-    return GangExit(
-        cause,
-        tail,
-        f"{detail}The log is {path}",
-        blamed,
-        rank=rank.rank if rank else None,
-        node=None if cause == ExitCode.OK else node,
-        attempt=rank.attempt if rank else None,
-        elsewhere=False,
-    )
+    slurm_lines = [line.strip() for line in tail if _BY_SLURM.match(line)]
+    silence = f"Slurm says: {'; '.join(dict.fromkeys(slurm_lines[-SLURM_LINES:]))}." if slurm_lines else ""
+    return gang_exit_of(code, reports, tail, path, silence=silence)
 
 
 def _output_of(*command: str) -> str:

@@ -1,4 +1,4 @@
-"""Backends that run a DAG: this machine, Kubeflow Pipelines, Argo Workflows, Slurm, Ray. See `interface`.
+"""Backends that run a DAG: this machine, machines behind sshd, Kubeflow, Argo, Slurm, Ray. See `interface`.
 
 Importing this package imports none of them.
 """
@@ -24,7 +24,7 @@ def open_backend(name: str, *, store: str = "", endpoint: str = "", namespace: s
     """The backend `name`.
 
     - `store`: URL of the store of local runs.
-    - `endpoint`: URL of Kubeflow, or of Ray's Jobs API.
+    - `endpoint`: URL of Kubeflow, or of Ray's Jobs API; for ssh the file of the machines.
     - `namespace`: of Kubeflow's users, or of Kubernetes.
 
     Raises MissingError.
@@ -43,6 +43,12 @@ def _local(store: str, _endpoint: str, _namespace: str) -> Backend:
     from holdfast.pipelines.backends.local.backend import Local
 
     return Local(store)
+
+
+def _ssh(store: str, endpoint: str, _namespace: str) -> Backend:
+    from holdfast.pipelines.backends.ssh.backend import Ssh
+
+    return Ssh(store, endpoint)
 
 
 def _kubeflow(store: str, endpoint: str, namespace: str) -> Backend:
@@ -74,6 +80,12 @@ def _address_of_kubeflow(endpoint: str) -> str:
     return endpoint or os.environ.get("KFP_ENDPOINT", "")
 
 
+def _hosts_of_ssh(endpoint: str) -> str:
+    from holdfast.launch.ssh.hosts import hosts_file
+
+    return str(hosts_file(endpoint))
+
+
 def _address_of_ray(endpoint: str) -> str:
     from holdfast.pipelines.backends.ray.client import address_of
 
@@ -94,6 +106,7 @@ BACKENDS: dict[str, Entry] = {
     "kubeflow": Entry(_kubeflow, capabilities.KUBEFLOW, _address_of_kubeflow),
     "argo": Entry(_argo, capabilities.ARGO),
     "slurm": Entry(_slurm, capabilities.SLURM),
+    "ssh": Entry(_ssh, capabilities.SSH, _hosts_of_ssh),
     "ray": Entry(_ray, capabilities.RAY, _address_of_ray),
 }
 DEFAULT = "local"  # where nothing names a backend

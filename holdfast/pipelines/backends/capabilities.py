@@ -22,6 +22,7 @@ class Capabilities:
 
 
 LOCAL = Capabilities(sweeps=True, foreground=True, shared_folders=True)
+SSH = Capabilities(foreground=True, endpoints=True, shared_folders=True)
 KUBEFLOW = Capabilities(
     sweeps=True,
     images=True,

@@ -42,6 +42,8 @@ class Local:
     name = "local"
     capabilities = capabilities.LOCAL
 
+    hosts = ""  # file of the machines that train; empty: this machine
+
     def __init__(self, store: str = "") -> None:
         self._url = store_root(store) if store else store_url()
         self.console: Console | None = None  # where a run shows its progress; default: standard output
@@ -61,7 +63,7 @@ class Local:
 
         if request.trials:
             return run_sweep(request, self.console)
-        local_run = identified(request.spec, request.store, request.salt, request.replan)
+        local_run = identified(request.spec, request.store, request.salt, request.replan, self.hosts)
         previous = finished(local_run)
         self._url = local_run.store_url
         again = f"{self.again} --salt {local_run.salt}" if self.again and local_run.salt else self.again
@@ -80,7 +82,7 @@ class Local:
             return _sweep_status(record, store)
         run_record = read_run(store, record.run_id) if record else find_run(store, run)
         assert run_record is not None
-        return _status(run_record, record if record and record.backend == self.name else None)
+        return self._status(run_record, record if record and record.backend == self.name else None)
 
     def logs(self, run: str, step: str = "", *, follow: bool = False) -> Iterator[tuple[str, str]]:
         """The log of the newest try on this machine, or the output of one step.
@@ -114,7 +116,7 @@ class Local:
             (run_record, read_record(run_record.submission)) for run_record in all_runs(store) if run_record.submission
         ]
         statuses = [
-            (record, _status(run_record, record))
+            (record, self._status(run_record, record))
             for run_record, record in pairs
             if record and record.backend == self.name
         ]
@@ -132,19 +134,18 @@ class Local:
             raise MissingError(f"{run!r}: no run of this machine in {self._url} has that id or name")
         return record
 
+    def _status(self, found: RunRecord, record: Record | None) -> RunStatus:
+        from holdfast.pipelines.backends.local.run import code_of, steps_of
 
-def _status(found: RunRecord, record: Record | None) -> RunStatus:
-    from holdfast.pipelines.backends.local.run import code_of, steps_of
-
-    log, steps = (record.log, steps_of(record)) if record else ("", ())
-    if record is not None and record.alive:
-        return RunStatus("local", found.run_id, found.name, RUNNING, log, "", steps)
-    done = found.registration is not None or found.word not in ("", "blessed")
-    if done or (not found.is_evaluated and found.result is not None):
-        return RunStatus("local", found.run_id, found.name, SUCCEEDED, log, "", steps, int(code_of(found)))
-    summary = found.summary if record is None or found.summary.get("ended", 0.0) >= record.submitted else {}
-    state, reason = _ENDED.get(str(summary.get("status", "")), UNFINISHED), str(summary.get("reason", ""))
-    return RunStatus("local", found.run_id, found.name, state, log, reason, steps, summary.get("exit_code"))
+        log, steps = (record.log, steps_of(record)) if record else ("", ())
+        if record is not None and record.alive:
+            return RunStatus(self.name, found.run_id, found.name, RUNNING, log, "", steps)
+        done = found.registration is not None or found.word not in ("", "blessed")
+        if done or (not found.is_evaluated and found.result is not None):
+            return RunStatus(self.name, found.run_id, found.name, SUCCEEDED, log, "", steps, int(code_of(found)))
+        summary = found.summary if record is None or found.summary.get("ended", 0.0) >= record.submitted else {}
+        state, reason = _ENDED.get(str(summary.get("status", "")), UNFINISHED), str(summary.get("reason", ""))
+        return RunStatus(self.name, found.run_id, found.name, state, log, reason, steps, summary.get("exit_code"))
 
 
 def _sweep_status(record: Record, store: Store) -> RunStatus:

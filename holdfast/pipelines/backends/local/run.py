@@ -51,6 +51,7 @@ class LocalRun:
     run_id: str
     salt: str
     replan: bool = False
+    hosts: str = ""  # file of the machines that train; empty: this machine
 
     @property
     def store(self) -> Store:
@@ -58,7 +59,7 @@ class LocalRun:
         return open_store(self.store_url)
 
 
-def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False) -> LocalRun:
+def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False, hosts: str = "") -> LocalRun:
     """Identify the run of a spec. Relative paths start at the working directory. Raises what `identify` raises."""
     from holdfast.corpus import identify
     from holdfast.model.hub import first_weights_digest
@@ -67,14 +68,16 @@ def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False
     if spec.parallel.auto:
         from holdfast.planning.auto import best
 
-        best(spec, None, here=True)  # fails early if no plan exists
+        best(spec, None, here=not hosts)  # fails early if no plan exists
     if spec.model.init_from is not None:
         from holdfast.corpus.starting_model import require_start
 
         require_start(spec)
     dataset_id = identify(spec)
     url = store_root(store) if store else store_url(spec)
-    return LocalRun(spec, url, dataset_id, run_id(spec, dataset_id, salt, first_weights_digest(spec)), salt, replan)
+    return LocalRun(
+        spec, url, dataset_id, run_id(spec, dataset_id, salt, first_weights_digest(spec)), salt, replan, hosts
+    )
 
 
 def run_to_end(made: LocalRun, again: str, console: Console | None = None) -> ExitCode:
@@ -87,12 +90,22 @@ def run_to_end(made: LocalRun, again: str, console: Console | None = None) -> Ex
     if (record := finished(made)) is not None:
         print_summary(console, made.store, record, _newest_log(made.run_id))
         return code_of(record)
-    require_this_machine(made.spec)
+    require_machines(made)
     from holdfast.tracking import require_usable
 
     if made.spec.is_evaluated:
         require_usable(made.spec)
     return _execute(made, console, again)
+
+
+def require_machines(made: LocalRun) -> None:
+    """Raises SpecError if the run needs more machines than it has."""
+    if made.hosts:
+        from holdfast.launch.ssh.hosts import read_hosts, require_enough
+
+        require_enough(made.spec.cluster, read_hosts(Path(made.hosts)))
+    else:
+        require_this_machine(made.spec)
 
 
 def finished(made: LocalRun) -> RunRecord | None:
@@ -135,8 +148,8 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
         folder = Path(name)
         (folder / worker.OUTCOMES_FOLDER).mkdir()
         request = RunRequest(made.spec, made.store_url, made.salt, made.run_id, replan=made.replan)
-        worker_request(request).write(folder)
-        keep_here(request, log, folder / worker.OUTCOMES_FOLDER)
+        worker_request(request, made.hosts).write(folder)
+        keep_here(request, log, folder / worker.OUTCOMES_FOLDER, made.hosts)
         with Board(console) as board, Signals() as signals:
             killed = follow(folder, log, made.run_id, board, signals)
         outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
@@ -144,16 +157,17 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
     return _conclude(made, console, outcomes, log, signals.received, killed, again)
 
 
-def worker_request(request: RunRequest) -> worker.Request:
+def worker_request(request: RunRequest, hosts: str = "") -> worker.Request:
     """The part of a request that the worker reads. The spec is as its author wrote it, as on a cluster."""
-    return worker.Request(dump_written(request.spec), request.store, request.salt, request.replan, request.trials)
+    written = dump_written(request.spec)
+    return worker.Request(written, request.store, request.salt, request.replan, request.trials, hosts)
 
 
-def keep_here(request: RunRequest, log: Path, outcomes: Path) -> None:
+def keep_here(request: RunRequest, log: Path, outcomes: Path, hosts: str = "") -> None:
     """Record in the store which process of which machine makes the run or sweep, for `holdfast show` and similar."""
     pid = os.getpid()
     record = replace(
-        record_of(request, "local", request.run_id),
+        record_of(request, "ssh" if hosts else "local", request.run_id, endpoint=hosts),
         host=socket.gethostname(),
         pid=pid,
         began=process_start(pid) or 0.0,

@@ -22,7 +22,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from holdfast.launch.choose import VARIABLE as LAUNCHER
 from holdfast.launch.processes import PARENT_VARIABLE as PARENT
+from holdfast.launch.ssh.hosts import VARIABLE as HOSTS
 from holdfast.pipelines.backends.interface import SKIPPED
 from holdfast.pipelines.runner import Execution, Handle, Node, Runner, plan
 from holdfast.pipelines.step_process import StepProcess
@@ -50,6 +52,7 @@ class Request:
     salt: str = ""
     replan: bool = False
     trials: Sequence[Sequence[str]] = ()
+    hosts: str = ""  # file of the machines that train; empty: this machine
 
     def write(self, folder: Path) -> None:
         """Write the request to the folder from which the worker reads it."""
@@ -104,6 +107,7 @@ class LocalSteps:
     def __init__(self, folder: Path, request: Request, holders: Sequence[int] = ()) -> None:
         """`holders`: descriptors that keep the folder while a step without its worker lives."""
         self._folder, self._request, self._holders = folder / OUTCOMES_FOLDER, request, holders
+        self._launcher = {LAUNCHER: "ssh", HOSTS: request.hosts} if request.hosts else {}
         self.on_stop: Callable[[], None] = lambda: None  # called while the stop file exists
 
     def start(self, execution: Execution) -> Handle:
@@ -138,7 +142,7 @@ class LocalSteps:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, PARENT: str(os.getpid())},
+            env={**os.environ, **self._launcher, PARENT: str(os.getpid())},
             pass_fds=self._holders,
         )
 

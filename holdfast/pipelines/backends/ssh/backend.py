@@ -1,0 +1,27 @@
+"""Machines behind sshd as a backend: the steps run on this machine, and training on the machines of a file.
+
+The rest is as on this machine alone (`holdfast.pipelines.backends.local`). `holdfast.launch.ssh` starts the gang.
+"""
+
+from __future__ import annotations
+
+from holdfast.launch.ssh.hosts import hosts_file
+from holdfast.pipelines.backends import capabilities
+from holdfast.pipelines.backends.local.backend import Local
+
+
+class Ssh(Local):
+    """The runs that this machine starts on others, in one store."""
+
+    name = "ssh"
+    capabilities = capabilities.SSH
+
+    def __init__(self, store: str = "", hosts: str = "") -> None:
+        """`hosts`: file of the machines; empty: the one that HOLDFAST_HOSTS names, as soon as a run needs it."""
+        super().__init__(store)
+        self._named = hosts
+
+    @property
+    def hosts(self) -> str:  # type: ignore[override]
+        """The absolute path of the file. Raises SpecError if none is known."""
+        return str(hosts_file(self._named))
