@@ -352,6 +352,8 @@ EXTRAS = {
         "tensorboard": "tensorboard",
         "otel": "opentelemetry",
         "tracking": "mlflow psycopg",
+        "wandb": "wandb",
+        "trackio": "trackio",
         "pipelines": "kfp kfp_server_api hera kubernetes jinja2 huggingface_hub typer rich jsonschema",
         "tasks": "lm_eval",
         "ray": "ray",

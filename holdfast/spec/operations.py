@@ -282,6 +282,13 @@ class Serving(Section):
 class Telemetry(Section):
     """Metrics of a training run, and where they are served."""
 
+    trackers: tuple[Literal["mlflow", "wandb", "trackio"], ...] = runtime_field(
+        ("mlflow",),
+        "Where the metrics are copied to, from the committed history in the store: MLflow, Weights & Biases, Trackio. "
+        "An empty list copies them nowhere. See docs/tracking.md.",
+        max_length=3,
+    )
+
     observers: tuple[Function, ...] = runtime_field(
         (),
         "Your own observers: functions of a step and its metrics by name, which rank 0 calls after each step. One that "

@@ -1,7 +1,7 @@
-"""A check for permanent failures of MLflow, before a training is paid for.
+"""A check for permanent failures of trackers, before a training is paid for.
 
-It answers within seconds, without importing MLflow. An unreachable MLflow is no failure: it may be back when it is
-needed.
+The check of MLflow answers within seconds, without importing MLflow. An unreachable MLflow is no failure: it may be
+back when it is needed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,14 @@ from holdfast.runtime import deadlines
 from holdfast.runtime.environment import tracking_uri
 from holdfast.runtime.secrets import redact
 from holdfast.spec import Spec
-from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, Problem, SpecError
+from holdfast.spec.errors import (
+    AccessDeniedError,
+    DataError,
+    MissingError,
+    Problem,
+    SpecError,
+    require_package,
+)
 from holdfast.spec.json_parsing import parse_json_object
 
 SECONDS = 5.0
@@ -25,6 +32,12 @@ LARGEST = 2**16  # limit of an answer in bytes
 FILES_ALLOWED = "MLFLOW_ALLOW_FILE_STORE"  # a variable of MLflow
 _DATABASES = ("postgresql", "mysql", "mssql")
 _SQLITE = "sqlite:///"
+
+
+def require_trackers(spec: Spec) -> None:
+    """Raise MissingError if the package of a tracker of `telemetry.trackers` is not installed on this machine."""
+    for name in spec.telemetry.trackers:
+        require_package(name, f"telemetry.trackers: {name}", f"remove {name} from telemetry.trackers")
 
 
 def require_usable(spec: Spec, uri: str | None = None) -> None:

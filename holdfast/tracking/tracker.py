@@ -12,7 +12,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdfast.dataset.manifest import load_manifest
 from holdfast.runtime.environment import tracking_page, tracking_uri
@@ -23,13 +23,13 @@ from holdfast.telemetry import Row, read_history
 from holdfast.tracking.claim import claim_run
 from holdfast.tracking.connection import TrackingUnavailable, connect, translated
 from holdfast.tracking.description import attach_spec, describe
+from holdfast.tracking.interface import Status
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Metric, Run
 
 EVALUATION = "evaluation/"
-Status = Literal["FINISHED", "FAILED", "KILLED"]
 
 ALL_STEPS = 10_000  # steps from the first that are all copied to MLflow; see `is_copied`
 _MAX_METRICS = 1000  # per request: MLflow's own limit
@@ -39,7 +39,10 @@ log = logging.getLogger("holdfast.tracking")
 
 @dataclass
 class RunTracker:
-    """The MLflow run of one Holdfast run. Create it with `open`, which makes no request: MLflow may be unreachable."""
+    """The MLflow run of one Holdfast run: a `Tracker`. Create it with `open`, which makes no request: MLflow may be
+    unreachable."""
+
+    name: ClassVar[str] = "MLflow"
 
     spec: Spec
     run_id: str
@@ -123,7 +126,7 @@ class RunTracker:
         step = int(verdict.get("step") or 0)
         timestamp = _milliseconds(verdict.get("time") or self._time_of(step))
         metrics = [
-            Metric(name, value, timestamp, step) for name, value in _numbers(verdict.get("metrics") or {}, EVALUATION)
+            Metric(name, value, timestamp, step) for name, value in numbers(verdict.get("metrics") or {}, EVALUATION)
         ]
         with translated(self.uri):
             client.log_batch(mlflow_run_id, metrics=metrics)
@@ -224,21 +227,24 @@ def _batches(rows: Iterable[Row]) -> Iterator[tuple[list[Metric], int]]:
 def _metrics(row: Row) -> list[Metric]:
     from mlflow.entities import Metric
 
+    when = _milliseconds(row["time"])
+    return [Metric(name, value, when, row["step"]) for name, value in metrics_of(row).items()]
+
+
+def metrics_of(row: Row) -> dict[str, float]:
+    """The metrics of a row of the history, by the names that trackers show."""
     values = {key: value for key, value in row.items() if key not in ("step", "time")}
-    return [
-        Metric(name.replace("system.", "system/", 1), value, _milliseconds(row["time"]), row["step"])
-        for name, value in _numbers(values)
-    ]
+    return {name.replace("system.", "system/", 1): value for name, value in numbers(values)}
 
 
 def _milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
 
 
-def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     """The numbers among `values`, nested ones with dotted names."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from _numbers(value, f"{prefix}{name}.")
+            yield from numbers(value, f"{prefix}{name}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield prefix + name, float(value)

@@ -196,14 +196,15 @@ class _ExportScorer:
 
 
 def _mirror(spec: Spec, verdict: Verdict, store: Store) -> None:
-    """Show the verdict in MLflow, blessed or not. Without MLflow it logs a warning, because the store has the
+    """Show the verdict in each tracker, blessed or not. Without a tracker it logs a warning, because the store has the
     record."""
-    from holdfast.tracking import RunTracker, TrackingUnavailable
+    from holdfast.tracking import TrackingUnavailable, open_all
 
-    try:
-        RunTracker.open(spec, verdict.run_id, verdict.dataset_id, store).log_evaluation(verdict.model_dump(mode="json"))
-    except TrackingUnavailable as error:
-        log.warning("the verdict is not in MLflow for now, it is safe in the store: %s", error)
+    for tracker in open_all(spec, verdict.run_id, verdict.dataset_id, store):
+        try:
+            tracker.log_evaluation(verdict.model_dump(mode="json"))
+        except TrackingUnavailable as error:
+            log.warning("the verdict is not in %s for now, it is safe in the store: %s", tracker.name, error)
 
 
 def _trained(store: Store, run_id: str) -> Trained:

@@ -62,6 +62,8 @@ def _of_run(spec: Spec, dataset_id: str, salt: str, store: Store, trial: Sequenc
 
 
 def _mlflow(spec: Spec, identity: str, dataset_id: str, store: Store) -> str:
+    if "mlflow" not in spec.telemetry.trackers:
+        return "no MLflow: telemetry.trackers does not list it"
     try:
         page = RunTracker.open(spec, identity, dataset_id, store).page()
     except HoldfastError as error:

@@ -1,10 +1,10 @@
-"""The step process while its gang trains: the ranks' events go to the log, Argo, traces, metrics and MLflow."""
+"""The step process while its gang trains: the ranks' events go to the log, Argo, traces, metrics and trackers."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,8 +19,7 @@ from holdfast.telemetry.event_log import StoreEvents
 from holdfast.telemetry.events import Event, SaveCommitted
 from holdfast.telemetry.ledger import ledger
 from holdfast.telemetry.serving import show_traces, showing_metrics
-from holdfast.tracking import RunTracker
-from holdfast.tracking.tracker import Status
+from holdfast.tracking import Status, Tracker, open_all
 
 if TYPE_CHECKING:
     from holdfast.telemetry.metrics import Metrics
@@ -30,21 +29,21 @@ log = logging.getLogger("holdfast.train")
 
 STEP = "train"
 FOLLOW_SECONDS = 2.0  # between two reads of the ranks' events
-FAREWELL_SECONDS = 30.0  # to report the end to MLflow
+FAREWELL_SECONDS = 30.0  # to report the end to the trackers
 
 
 @contextmanager
 def recorded_training(spec: Spec, identity: str, dataset_id: str, store: Store) -> Iterator[Callable[[str], None]]:
-    """Record the training of a run in its events, in metrics, traces and MLflow. Yields the function that takes its
+    """Record the training of a run in its events, in metrics, traces and trackers. Yields the function that takes its
     result."""
-    tracker, events = RunTracker.open(spec, identity, dataset_id, store), StoreEvents(store, identity)
+    trackers, events = open_all(spec, identity, dataset_id, store), StoreEvents(store, identity)
     with showing_metrics(spec.telemetry, identity, whole=True) as metrics:
         traces, before = show_traces(identity), _read_new_events(events, metrics)
         if traces is not None:
             traces.remember(before)
         last = max((event.time for event in before), default=0.0)
         with (
-            _following_events(events, tracker, metrics, traces),
+            _following_events(events, trackers, partial(_accounts, spec, identity, store), metrics, traces),
             recorded_step(store, identity, STEP, not_before=last) as ended,
         ):
             yield ended
@@ -52,25 +51,33 @@ def recorded_training(spec: Spec, identity: str, dataset_id: str, store: Store) 
 
 @contextmanager
 def _following_events(
-    events: StoreEvents, tracker: RunTracker, metrics: Metrics | None, traces: Traces | None
+    events: StoreEvents,
+    trackers: Sequence[Tracker],
+    figures: Callable[[], dict[str, float]],
+    metrics: Metrics | None,
+    traces: Traces | None,
 ) -> Iterator[None]:
-    """Forward the ranks' events to the log, to Argo and to a trace collector. Copy metrics to MLflow at each
-    checkpoint, and report how the run ended."""
+    """Forward the ranks' events to the log, to Argo and to a trace collector. Copy metrics to the trackers at each
+    checkpoint. At the end, report how the run ended, and its `figures`."""
     finished = threading.Event()
     status: Status = "FAILED"
 
     def follow() -> None:
-        _try_to(tracker.begin)  # while the ranks start, so that the import of MLflow takes no cores from a step
-        _try_to(tracker.sync)
+        for tracker in trackers:  # while the ranks start, so that the imports take no cores from a step
+            _try_to(tracker.begin, tracker)
+            _try_to(tracker.sync, tracker)
         try:
             while True:
                 last = finished.wait(FOLLOW_SECONDS)
                 if _pass_on(events, metrics, traces):
-                    _try_to(tracker.sync)
+                    for tracker in trackers:
+                        _try_to(tracker.sync, tracker)
                 if last:
                     break
-            _try_to(lambda: tracker.finish(status))  # first: a long run has many events, and little time is left
-            _try_to(lambda: tracker.log_figures(_accounts(tracker)))
+            for tracker in trackers:  # first: a long run has many events, and little time is left
+                _try_to(partial(tracker.finish, status), tracker)
+            for tracker in trackers:
+                _try_to(lambda to=tracker: to.log_figures(figures()), tracker)
         finally:
             if traces is not None:
                 traces.close()
@@ -87,14 +94,15 @@ def _following_events(
         finished.set()
         thread.join(FAREWELL_SECONDS)
         if thread.is_alive():
-            log.warning("MLflow does not answer; what it misses is safe in the store, and the next step copies it")
+            names = " or ".join(tracker.name for tracker in trackers)
+            log.warning("%s does not answer; what it misses is safe in the store, and the next step copies it", names)
 
 
-def _accounts(tracker: RunTracker) -> dict[str, float]:
+def _accounts(spec: Spec, run_id: str, store: Store) -> dict[str, float]:
     """How the run spent its time, and its cost."""
-    events = read_events(tracker.store, tracker.run_id)
+    events = read_events(store, run_id)
     account = ledger(events)
-    return account.figures() | cost(tracker.spec, events, account).figures()
+    return account.figures() | cost(spec, events, account).figures()
 
 
 def _read_new_events(events: StoreEvents, metrics: Metrics | None) -> list[Event]:
@@ -132,9 +140,9 @@ def _pass_on_to(listener: Callable[[], object]) -> None:
         log.warning("the ranks' events are not passed on: %s: %s", type(error).__name__, error)
 
 
-def _try_to(mirror: Callable[[], object]) -> None:
-    """Call a mirror. Its failure is logged and does not change how a run ends."""
+def _try_to(copy: Callable[[], object], tracker: Tracker) -> None:
+    """Call a method of a tracker. Its failure is logged and does not change how a run ends."""
     try:
-        mirror()
+        copy()
     except Exception as error:  # noqa: BLE001 - logged, and the store has the truth
-        log.warning("metrics are not copied to MLflow: %s", error)
+        log.warning("metrics are not copied to %s: %s", tracker.name, error)

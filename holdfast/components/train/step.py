@@ -59,7 +59,7 @@ from holdfast.store import Store, layout
 from holdfast.telemetry import emit, read_events, read_history, recorded_step
 from holdfast.telemetry.events import LaunchBegan
 from holdfast.telemetry.run_metadata import write_run_metadata
-from holdfast.tracking import require_usable
+from holdfast.tracking import require_trackers, require_usable
 
 log = logging.getLogger("holdfast.train")
 
@@ -104,6 +104,7 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
         dataset = Dataset.open(store, dataset_id, cache_dir())
         _require_evaluation(spec, dataset)
         require_groups(spec.model, dataset.vocabulary, spec.training)
+        require_trackers(spec)
         require_usable(spec)  # fail here, before any cost, if registration would always be refused
         requested, spec = spec, resolve_layout(spec, identity, store, dataset.vocabulary, replan=replan)
         write_run_metadata(store, identity, requested, dataset_id, salt)

@@ -49,10 +49,12 @@ def validate(
         print_json(schema_of_specs())
         return
     from holdfast.pipelines.paths import load_filled
+    from holdfast.tracking.preflight import require_trackers
 
     if salt and not ids:
         raise typer.BadParameter("is used only with --ids", param_hint="--salt")
     checked_spec, filled = load_filled(path, overrides or ())
+    require_trackers(checked_spec)
     identities: dict[str, Any] = {}
     if ids:
         local_run = identify(checked_spec, salt)

@@ -58,6 +58,7 @@ from holdfast.spec.rules.operations import (
     check_schedule,
     check_serving,
     check_store,
+    check_trackers,
 )
 from holdfast.spec.rules.parallel import (
     check_auto_layout,
@@ -161,6 +162,7 @@ RULES: tuple[Rule, ...] = (
     check_dvc,
     check_no_secrets_in_urls,
     check_store,
+    check_trackers,
     check_schedule,
     check_serving,
     check_data,

@@ -137,6 +137,14 @@ def check_serving(spec: Spec) -> Iterator[Problem]:
 # Rules of `telemetry`.
 
 
+def check_trackers(spec: Spec) -> Iterator[Problem]:
+    """No tracker is listed twice."""
+    trackers = spec.telemetry.trackers
+    for index, name in enumerate(trackers):
+        if name in trackers[:index]:
+            yield Problem(f"telemetry.trackers.{index}", name, "is listed twice", "keep one of them")
+
+
 def check_collector_address(spec: Spec) -> Iterator[Problem]:
     """In a pod, metrics are served at an address that can be reached from outside. This rule is only for specs that run
     in pods, which the spec itself does not state."""

@@ -91,8 +91,9 @@ def run_to_end(made: LocalRun, again: str, console: Console | None = None) -> Ex
         print_summary(console, made.store, record, _newest_log(made.run_id))
         return code_of(record)
     require_machines(made)
-    from holdfast.tracking import require_usable
+    from holdfast.tracking import require_trackers, require_usable
 
+    require_trackers(made.spec)
     if made.spec.is_evaluated:
         require_usable(made.spec)
     return _execute(made, console, again)

@@ -1,0 +1,56 @@
+"""The contract of trackers: copies of a run's committed history outside the store.
+
+A tracker reads the history from the store, so no step waits for one, and any process can continue the copy. `open_all`
+opens the trackers that a spec lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Protocol
+
+from holdfast.spec import Spec
+from holdfast.store import Store
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+class Tracker(Protocol):
+    """One tracker of one run. Only `log_evaluation` and `log_figures` raise TrackingUnavailable; the other methods log
+    a failure once, and the next call copies what is missing."""
+
+    @property
+    def name(self) -> str:
+        """The name in messages."""
+
+    def begin(self) -> None:
+        """Create the run at the tracker, before its first row."""
+
+    def sync(self) -> int:
+        """Copy the committed rows that the tracker does not have, each once. Returns their number."""
+
+    def finish(self, status: Status) -> bool:
+        """Copy the missing rows, and end the run with `status`. Returns whether the tracker has all of it."""
+
+    def log_evaluation(self, verdict: Mapping[str, Any]) -> None:
+        """Write the metrics of a verdict, named `evaluation/...`, and its outcome."""
+
+    def log_figures(self, figures: Mapping[str, float]) -> None:
+        """Write figures of the whole run, such as its goodput."""
+
+
+def open_all(spec: Spec, run_id: str, dataset_id: str, store: Store) -> list[Tracker]:
+    """The trackers of `telemetry.trackers`, in its order. Makes no request and imports no tracker's package."""
+    from holdfast.tracking.history_copy import HistoryCopy
+    from holdfast.tracking.tracker import RunTracker
+    from holdfast.tracking.trackio_target import TrackioTarget
+    from holdfast.tracking.wandb_target import WandbTarget
+
+    trackers: list[Tracker] = []
+    for name in spec.telemetry.trackers:
+        if name == "mlflow":
+            trackers.append(RunTracker.open(spec, run_id, dataset_id, store))
+        else:
+            target = WandbTarget(spec, run_id) if name == "wandb" else TrackioTarget(spec, run_id)
+            trackers.append(HistoryCopy(spec, run_id, store, target))
+    return trackers
