@@ -6,6 +6,7 @@ bases/<weights>/nf4/<matrix>  a quantized matrix of frozen weights, by the diges
 code/<digest>                 a bundle of a user's code, named by the whole digest of its bytes
 verifications/<key>.json                      a script resumed with equal bits, in this environment: not verified again
 runs/<run-id>/run.json                        the run's metadata: spec, dataset id, salt
+              labels.json                     tags and a note, which people write
               parent.json                     the run and the step that it was forked from, whose bytes it began with
               backend.json                    the backend and the job of its last submission
               launches/000003.json            one start by a launcher, and what the ranks receive
@@ -88,6 +89,11 @@ def named(name: str, run_id: str = "") -> str:
 def parent(run_id: str) -> str:
     """The run and the step that a run was forked from."""
     return run(run_id, "parent.json")
+
+
+def labels(run_id: str) -> str:
+    """The tags and the note of a run."""
+    return run(run_id, "labels.json")
 
 
 def launches(run_id: str) -> str:

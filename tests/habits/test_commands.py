@@ -38,7 +38,7 @@ def texts(path: Path) -> Iterator[str]:
 def problem(words: list[str]) -> str:
     """What is wrong with a command line; empty if it names a command and options that exist."""
     command: click.Command = TOP
-    while words and hasattr(command, "commands"):
+    while words and hasattr(command, "commands") and not words[0].startswith("-"):
         if words[0] not in command.commands:
             return f"no command {words[0]!r}"
         command, words = command.commands[words[0]], words[1:]

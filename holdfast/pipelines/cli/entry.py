@@ -87,7 +87,6 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "run": run.run,
         "sweep": sweep.sweep,
         "resume": run.resume,
-        "runs": runs.runs,
         "show": show.show,
         "watch": monitoring.watch,
         "logs": runs.logs,
@@ -117,6 +116,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
     },
 }
 GROUPS: dict[str, tuple[str, typer.Typer]] = {
+    "runs": ("Runs on any backend", runs.app),
     "checkpoints": ("Runs on any backend", checkpoints.app),
     "audit": ("Runs on any backend", audit.app),
     "models": ("Models", models.app),

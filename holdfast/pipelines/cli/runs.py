@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -33,7 +34,17 @@ if TYPE_CHECKING:
     from holdfast.pipelines.view.catalog import RunRecord
     from holdfast.store import Store
 
+app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
 RUNS_SHOWN = 100  # runs in the table, where no number is given
+Where = Annotated[
+    str,
+    typer.Option(
+        "--where",
+        metavar="CONDITION",
+        help="Only runs that meet it, such as 'loss < 3 and tag == x'.",
+        show_default=False,
+    ),
+]
 StepName = Annotated[str, typer.Argument(metavar="[STEP]", help="One step, such as train.", show_default=False)]
 
 
@@ -53,7 +64,9 @@ class RankOptions:
         return (self.rank, self.attempt, self.launch) != (None, None, None)
 
 
+@app.callback()
 def runs(
+    context: typer.Context,
     limit: Annotated[
         int | None,
         typer.Option(
@@ -70,6 +83,10 @@ def runs(
             show_default=False,
         ),
     ] = "",
+    where: Where = "",
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="[-]FIELD", help="Sort by a field; -FIELD: the highest first.")
+    ] = "",
     store: StoreRoot = "",
     endpoint: Endpoint = "",
     namespace: Namespace = "",
@@ -77,28 +94,109 @@ def runs(
 ) -> None:
     """List the runs in the store, newest first.
 
-    With --backend, list the runs that a backend knows, from any store.
+    With --backend, list the runs that a backend knows, from any store. Fields of --where and --sort: see
+    docs/monitoring.md.
 
-    Example: holdfast runs --store s3://bucket/prefix
+    Example: holdfast runs --where "loss < 3 and tag == baseline" --sort loss
     """
+    if context.invoked_subcommand is not None:
+        return
     if endpoint or namespace:
         backend = backend or os.environ.get(VARIABLE, "") or (WITH_ENDPOINT if endpoint else "")
     if backend or namespace:
+        if where or sort:
+            raise typer.BadParameter("is not possible with --backend", param_hint="--where" if where else "--sort")
         _list_backend(BackendOptions(backend, store, endpoint, namespace), limit, as_json)
         return
-    from holdfast.pipelines.view.catalog import some_runs
+    from holdfast.pipelines.view.catalog import all_runs, some_runs
     from holdfast.pipelines.view.report import print_runs
+    from holdfast.pipelines.view.run_filter import select_runs
 
     opened_store = open_chosen(store)
     count = (0 if as_json else RUNS_SHOWN) if limit is None else limit
-    records, hidden_count = some_runs(opened_store, count or None)
+    if where or sort:
+        found = select_runs(all_runs(opened_store), where, sort)
+        records = found[: count or None]
+        hidden_count = len(found) - len(records)
+    else:
+        records, hidden_count = some_runs(opened_store, count or None)
     if as_json:
         print_json([record.as_json() for record in records])
     else:
         print_runs(records, opened_store.url)
     note_unreadable(records)
     if hidden_count:
-        err(f"note: {hidden_count} older runs are not shown; --limit 0 lists all")
+        err(f"note: {hidden_count} more runs are not shown; --limit 0 lists all")
+
+
+@app.command()
+def tag(
+    run: RunName,
+    tags: Annotated[
+        list[str] | None, typer.Argument(metavar="[TAG]...", help="Tags to add.", show_default=False)
+    ] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove", metavar="TAG", help="Remove a tag. Repeat it for more tags.")
+    ] = None,
+    note: Annotated[
+        str | None, typer.Option("--note", help="Replace the note; an empty text removes it.", show_default=False)
+    ] = None,
+    store: StoreRoot = "",
+    as_json: AsJson = False,
+) -> None:
+    """Add and remove tags of a run, and write its note. Without a change, print them.
+
+    They are in the store, for everyone who reads it, and are no part of the run's identity.
+
+    Example: holdfast runs tag 3f2a baseline --note "the first with the new tokenizer"
+    """
+    from holdfast.pipelines.view.catalog import find_run
+    from holdfast.telemetry.run_labels import change_labels
+
+    opened_store = open_chosen(store)
+    record = find_run(opened_store, run)
+    labels = {"tags": record.tags, "note": record.note}
+    if tags or remove or note is not None:
+        labels = change_labels(opened_store, record.run_id, tags or (), remove or (), note).model_dump()
+    if as_json:
+        print_json({"run_id": record.run_id, **labels})
+        return
+    out(f"{record.run_id}: {', '.join(labels['tags']) or 'no tags'}")
+    if labels["note"]:
+        out(str(labels["note"]))
+
+
+@app.command()
+def compare(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[RUN]...", help="The runs. Default: all.", show_default=False)
+    ] = None,
+    where: Where = "",
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="[-]FIELD", help="Sort by a field; -FIELD: the highest first.")
+    ] = "",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="The file of the page. Default: under HOLDFAST_HOME.", show_default=False),
+    ] = None,
+    store: StoreRoot = "",
+) -> None:
+    """Write one page that compares runs: their curves, the differences of their specs, and their verdicts.
+
+    The page is one file that loads nothing. It draws the curves of the first eight runs.
+
+    Example: holdfast runs compare --where "tag == sweep-7" --sort loss
+    """
+    from holdfast.pipelines.view.catalog import all_runs, find_run
+    from holdfast.pipelines.view.run_comparison import write_page
+    from holdfast.pipelines.view.run_filter import select_runs
+    from holdfast.runtime.environment import home
+
+    opened_store = open_chosen(store)
+    records = [find_run(opened_store, name) for name in names] if names else all_runs(opened_store)
+    chosen = select_runs(records, where, sort)[:RUNS_SHOWN]
+    note_unreadable(chosen)
+    out(f"page: {write_page(opened_store, chosen, output or home() / 'reports' / 'runs.html')}")
 
 
 def _list_backend(where: BackendOptions, limit: int | None, as_json: bool) -> None:

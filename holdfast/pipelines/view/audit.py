@@ -128,7 +128,7 @@ def steps_done(quiet: bool = False) -> Iterator[Callable[[int, int], None]]:
 
 def spec_differences(one: RunRecord, other: RunRecord) -> dict[str, tuple[Any, Any]]:
     """The differences between two runs' specs and datasets, by dotted names."""
-    first, second = ({**dict(_flat(run.spec)), "dataset": run.dataset_id} for run in (one, other))
+    first, second = ({**dict(flatten(run.spec)), "dataset": run.dataset_id} for run in (one, other))
     names = [*first, *(name for name in second if name not in first)]
     return {
         name: (first.get(name, "not set"), second.get(name, "not set"))
@@ -137,13 +137,14 @@ def spec_differences(one: RunRecord, other: RunRecord) -> dict[str, tuple[Any, A
     }
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """A tree of JSON values as dotted names and values. A list of plain values is one value."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _flat(inner, f"{name}.{key}" if name else str(key))
+            yield from flatten(inner, f"{name}.{key}" if name else str(key))
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         for number, inner in enumerate(value):
-            yield from _flat(inner, f"{name}.{number}")
+            yield from flatten(inner, f"{name}.{number}")
     else:
         yield name, value
 

@@ -23,6 +23,7 @@ from holdfast.spec.errors import DataError, HoldfastError, MissingError
 from holdfast.store import ObjectInfo, Store, layout
 from holdfast.store.json_reading import read_json
 from holdfast.store.parallel import in_parallel
+from holdfast.telemetry.run_labels import Labels
 
 RUNS, NAMES = "runs/", "names/"
 PAGE = 1000  # objects per listing request
@@ -48,6 +49,8 @@ class RunRecord:
     verdict_key: str = ""
     registration: dict[str, Any] | None = None
     submission: dict[str, Any] = field(default_factory=dict)  # backend.json
+    tags: list[str] = field(default_factory=list)  # labels.json
+    note: str = ""
     unreadable: list[str] = field(default_factory=list)  # its unreadable records, with the reasons
 
     @property
@@ -155,6 +158,8 @@ class RunRecord:
             "attempts": self.attempts,
             "checkpoints": sorted(self.checkpoints),
             "backend": self.submission.get("backend", ""),
+            "tags": self.tags,
+            "note": self.note,
             "started": self.started,
             "changed": self.changed,
             "unreadable": self.unreadable,
@@ -320,7 +325,7 @@ def _ids(ids: Sequence[str]) -> str:
     return text + (f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else "")
 
 
-_HOUSEKEEPING = ("collector.json", "audits/", "checkpoints/pins/", "checkpoints/readers/")
+_HOUSEKEEPING = ("collector.json", "labels.json", "audits/", "checkpoints/pins/", "checkpoints/readers/")
 _FOLDERS = ("attempts/", "checkpoints/step-", "evaluations/", "registrations/")
 
 
@@ -367,7 +372,7 @@ class _Registration(_Part):
     version: int
 
 
-def _value(store: Store, key: str, record: RunRecord, model: type[_Part]) -> dict[str, Any]:
+def _value(store: Store, key: str, record: RunRecord, model: type[BaseModel]) -> dict[str, Any]:
     """A record of the run; empty if it cannot be read, with the reason in `unreadable`."""
     try:
         return read_json(store, key, model).model_dump(exclude_unset=True)
@@ -398,17 +403,23 @@ def _submission(record: RunRecord, value: dict[str, Any]) -> None:
     record.submission = value
 
 
+def _labels(record: RunRecord, value: dict[str, Any]) -> None:
+    record.tags, record.note = value.get("tags", []), value.get("note", "")
+
+
 _FILES: dict[str, Callable[[RunRecord, dict[str, Any]], None]] = {
     "run.json": _described,
     "parent.json": _parent,
     "result.json": _result,
     "summary.json": _summary,
     "backend.json": _submission,
+    "labels.json": _labels,
 }
-_MODELS: dict[str, type[_Part]] = {
+_MODELS: dict[str, type[BaseModel]] = {
     "run.json": _Described,
     "parent.json": _Parent,
     "result.json": _Result,
     "summary.json": _Summary,
     "backend.json": _Submission,
+    "labels.json": Labels,
 }

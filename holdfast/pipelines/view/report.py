@@ -83,7 +83,8 @@ def print_runs(records: Sequence[RunRecord], store_url: str) -> None:
         console.print(f"No runs in {store_url} yet. Start one: holdfast run examples/quickstart.yaml", soft_wrap=True)
         return
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for title in ("run", "name", "state", "step", "loss", "verdict", "version", "when"):
+    tagged = any(record.tags for record in records)
+    for title in ("run", "name", "state", "step", "loss", "verdict", "version", "when", *(["tags"] if tagged else [])):
         table.add_column(title, no_wrap=True, justify="right" if title in ("step", "loss") else "left")
     for record in records:
         table.add_row(
@@ -95,6 +96,7 @@ def print_runs(records: Sequence[RunRecord], store_url: str) -> None:
             record.word.replace("_", " "),
             escape(record.model_version),
             ago(time.time() - record.changed),
+            *([escape(", ".join(record.tags))] if tagged else []),
         )
     console.print(table)
 
@@ -193,6 +195,8 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
     yield "run", record.run_id
     yield "name", record.name
     yield "state", outcome(record)
+    yield from _listed("tags", [", ".join(record.tags)] if record.tags else [])
+    yield from _listed("note", record.note.splitlines())
     yield "dataset", record.dataset_id
     yield from _listed("dropped", drops(store, record))
     yield from _origin(record)
