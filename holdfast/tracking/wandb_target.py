@@ -1,6 +1,6 @@
 """Weights & Biases: the history of a run, online or as offline files.
 
-Online, W&B tells the last step that it has, and the copy starts after it. Offline, each copy is one folder in the
+Online, W&B returns the last step that it has, and the copy starts after it. Offline, each copy is one folder in the
 format of `wandb sync`. It is written elsewhere and appears by a rename, with the last step that it holds. So a folder
 is whole or missing, and the next copy starts after the last step of all folders.
 """
@@ -133,7 +133,7 @@ class WandbTarget:
 
     @contextmanager
     def _new_folder(self, content: Mapping[str, Any]) -> Iterator[Run]:
-        """A run whose folder appears at the end. What a killed process left of its own is removed."""
+        """A run whose folder appears at the end. The unfinished folder of a killed process is removed."""
         for left in self._folder.glob(f".{self._run_id}-*.part"):
             shutil.rmtree(left, ignore_errors=True)  # its last process may still write, and does not need it
         part = self._folder / f".{self._run_id}-{os.getpid()}-{time.time_ns()}.part"

@@ -124,7 +124,7 @@ class _Condition:
             raise self._refused(node.col_offset + 1, message, "compare numbers with numbers, text with text") from None
 
     def _field(self, node: ast.expr, values: Mapping[str, Any]) -> Any:
-        """The value of a field: the left side of a comparison, or a condition of its own."""
+        """The value of a field: the left side of a comparison, or a whole condition."""
         name = _dotted(node)
         if name is None:
             raise self._refused(node.col_offset + 1, "is no field", "write FIELD OPERATOR VALUE")
