@@ -20,7 +20,7 @@ from holdfast.tracking.tracker import EVALUATION, is_copied, metrics_of, numbers
 log = logging.getLogger("holdfast.tracking")
 
 
-class Point(NamedTuple):
+class StepMetrics(NamedTuple):
     """The metrics of one step."""
 
     step: int
@@ -28,7 +28,7 @@ class Point(NamedTuple):
     metrics: dict[str, float]
 
 
-class Target(Protocol):
+class CopyTarget(Protocol):
     """Where a history is copied to. A method raises what the tracker's package raises."""
 
     name: str
@@ -37,7 +37,7 @@ class Target(Protocol):
     def last_step(self) -> int:
         """The last step that the target has; 0 where a point that is written again changes nothing."""
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[StepMetrics]) -> None:
         """Write the points, all of them or a first part. A process may die at any moment in between."""
 
     def summarize(self, figures: Mapping[str, float | str]) -> None:
@@ -54,7 +54,7 @@ class HistoryCopy:
     spec: Spec
     run_id: str
     store: Store
-    target: Target
+    target: CopyTarget
     _last_step: int | None = None  # every step up to it is copied, or is not to be copied; None: not known yet
     _copied_at: float = field(default_factory=time.monotonic)
     _failed: bool = False
@@ -124,7 +124,9 @@ class HistoryCopy:
         new = [row for row in rows if row["step"] > (self._last_step or 0)]
         steps = self.spec.training.steps
         points = [
-            Point(int(row["step"]), float(row["time"]), metrics_of(row)) for row in new if is_copied(row["step"], steps)
+            StepMetrics(int(row["step"]), float(row["time"]), metrics_of(row))
+            for row in new
+            if is_copied(row["step"], steps)
         ]
         if points:
             self.target.write(points)

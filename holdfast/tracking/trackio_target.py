@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from holdfast.spec import Spec, digest
 
 if TYPE_CHECKING:
-    from holdfast.tracking.history_copy import Point
+    from holdfast.tracking.history_copy import StepMetrics
     from holdfast.tracking.interface import Status
 
 _BATCH = 1000  # rows of one transaction
@@ -33,7 +33,7 @@ class TrackioTarget:
         """0: Trackio ignores rows that it has."""
         return 0
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[StepMetrics]) -> None:
         """Write the points in transactions of `_BATCH` rows."""
         for start in range(0, len(points), _BATCH):
             batch = points[start : start + _BATCH]
@@ -42,15 +42,15 @@ class TrackioTarget:
 
     def summarize(self, figures: Mapping[str, float | str]) -> None:
         """Add the figures as one more row of the last step."""
-        from holdfast.tracking.history_copy import Point
+        from holdfast.tracking.history_copy import StepMetrics
 
-        point = Point(*self._last, dict(figures))  # type: ignore[arg-type]
+        point = StepMetrics(*self._last, dict(figures))  # type: ignore[arg-type]
         self._log([point], [f"{self._run_id}:{digest(dict(figures))}"])
 
     def close(self, status: Status | None) -> None:
         """Nothing: each transaction is complete."""
 
-    def _log(self, points: Sequence[Point], ids: list[str]) -> None:
+    def _log(self, points: Sequence[StepMetrics], ids: list[str]) -> None:
         from trackio.sqlite_storage import SQLiteStorage
 
         SQLiteStorage.bulk_log(

@@ -24,7 +24,7 @@ from holdfast.spec.errors import HungError
 if TYPE_CHECKING:
     from wandb import Run
 
-    from holdfast.tracking.history_copy import Point
+    from holdfast.tracking.history_copy import StepMetrics
     from holdfast.tracking.interface import Status
 
 OFFLINE_SECONDS = 60.0  # between two folders: each costs the start of a process
@@ -67,7 +67,7 @@ class WandbTarget:
             return int(self._connect().step) - 1
         return max((int(content["last_step"]) for content in self._contents()), default=0)
 
-    def write(self, points: Sequence[Point]) -> None:
+    def write(self, points: Sequence[StepMetrics]) -> None:
         """Log the points. Offline, a concurrent copy of the same steps is not repeated."""
         if self._online:
             _log(self._connect(), points)
@@ -150,7 +150,7 @@ class WandbTarget:
         shutil.rmtree(part, ignore_errors=True)
 
 
-def _log(run: Run, points: Sequence[Point]) -> None:
+def _log(run: Run, points: Sequence[StepMetrics]) -> None:
     for point in points:
         run.log({**point.metrics, "_timestamp": point.time}, step=point.step)
 
