@@ -123,11 +123,8 @@ class HistoryCopy:
             self._last_step = self.target.last_step()
         new = [row for row in rows if row["step"] > (self._last_step or 0)]
         steps = self.spec.training.steps
-        points = [
-            StepMetrics(int(row["step"]), float(row["time"]), metrics_of(row))
-            for row in new
-            if is_copied(row["step"], steps)
-        ]
+        copied = [row for row in new if is_copied(row["step"], steps)]
+        points = [StepMetrics(int(row["step"]), float(row["time"]), metrics_of(row)) for row in copied]
         if points:
             self.target.write(points)
         self._last_step = int(rows[-1]["step"])
