@@ -65,7 +65,7 @@ def rollback(model: str, store: str | Store = "") -> NewChampion:
 def serve(spec: Spec, *, store: str = "", dry_run: bool = False) -> ServedChampion:
     """Serve the champion as the section `serving` of a spec sets. Repeating it is safe. Raises MissingError."""
     from holdfast.runtime.secrets import redact
-    from holdfast.serving import inference_service_of, publish
+    from holdfast.serving import deployment_of, inference_service_of, publish
     from holdfast.tracking import champion, trusted_stores
 
     opened_store = open_store_at(store or spec.store or "")
@@ -74,7 +74,9 @@ def serve(spec: Spec, *, store: str = "", dry_run: bool = False) -> ServedChampi
         raise MissingError(f"registered model {spec.registered_model!r} has no champion: register or promote one")
     if not dry_run:
         return ServedChampion(current, publish(spec, current, champion=True))
-    objects = (inference_service_of(spec, current),) if spec.serving.kserve is not None else ()
+    objects: tuple[object, ...] = (inference_service_of(spec, current),) if spec.serving.kserve is not None else ()
+    if spec.serving.deployment is not None:
+        objects += deployment_of(spec, current)
     registry = "" if spec.serving.model_registry is None else redact(spec.serving.model_registry.url)
     return ServedChampion(current, None, objects, registry)
 

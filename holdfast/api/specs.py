@@ -34,6 +34,7 @@ class Target(StrEnum):
     SLURM = "slurm"
     RAYJOB = "rayjob"
     KSERVE = "kserve"
+    DEPLOYMENT = "deployment"
     DEEPSPEED = "deepspeed"
     FORM = "form"
 
@@ -225,6 +226,18 @@ def _kserve(spec: Spec, _image: str | None) -> str:
     return as_yaml(inference_service(spec, f"{store_url(spec).rstrip('/')}/{export}", {}))
 
 
+def _deployment(spec: Spec, image: str | None) -> str:
+    from holdfast.pipelines.documents import as_yaml
+    from holdfast.runtime.environment import store_url
+    from holdfast.serving import deployment
+    from holdfast.store import layout
+
+    if image is not None:
+        spec = spec.model_copy(update={"cluster": spec.cluster.model_copy(update={"image": image})})
+    export = layout.export("run-id", spec.training.steps, "state-digest")  # known once it is trained
+    return as_yaml(*deployment(spec, store_url(spec).rstrip("/"), export, "export-digest", {}))
+
+
 def _form(spec: Spec, _image: str | None) -> str:
     from holdfast.pipelines.backends.request import RunRequest
 
@@ -248,6 +261,7 @@ _WRITERS = {
     Target.SLURM: _slurm,
     Target.RAYJOB: _rayjob,
     Target.KSERVE: _kserve,
+    Target.DEPLOYMENT: _deployment,
     Target.DEEPSPEED: _deepspeed,
     Target.FORM: _form,
 }

@@ -213,13 +213,15 @@ def check_preview(
         return None
     from holdfast.launch.emitters import objects_for, training_job
     from holdfast.pipelines.backends.validate import validate
-    from holdfast.serving import inference_service
+    from holdfast.serving import deployment, inference_service
 
     spec = wanted.spec
     store = wanted.store or spec.store or "s3://bucket/prefix"
     later = objects_for(training_job(spec, wanted.run_id or "run-id", 1, store))
     if spec.serving.kserve is not None:
         later.append(inference_service(spec, f"{store.rstrip('/')}/export", {}))
+    if spec.serving.deployment is not None:
+        later += deployment(spec, store.rstrip("/"), "export/", "digest", {})
     return validate([*objects, *later], namespace or spec.cluster.namespace)
 
 

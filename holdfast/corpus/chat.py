@@ -245,7 +245,7 @@ def read_template(data: Data) -> ChatTemplate:
     if given is not None:
         raw = read_user_file(given, "data.chat.template", MAX_CONFIG_BYTES)
         assert raw is not None
-        templates = _of_config(_json(raw, given)) if given.endswith(".json") else {"default": _utf8(raw, given)}
+        templates = templates_of(_json(raw, given)) if given.endswith(".json") else {"default": _utf8(raw, given)}
     else:
         templates = templates_next_to(place, settings)
     text = templates.pop("default", None)
@@ -259,8 +259,7 @@ def read_template(data: Data) -> ChatTemplate:
         )
     if (size := max(map(len, (text, *named_templates.values())))) > MAX_TEMPLATE_BYTES:
         raise DataError(f"data.chat.template: {size} characters are too many for a chat template")
-    specials = {key: value for key in SPECIALS if (value := _special(settings.get(key))) is not None}
-    template = ChatTemplate(text, specials, named_templates, template_name(data))
+    template = ChatTemplate(text, specials_of(settings), named_templates, template_name(data))
     try:
         template.compile()
     except TemplateRefusedError as error:
@@ -280,7 +279,7 @@ def read_settings(path: str, named: str) -> dict[str, Any]:
 
 def templates_next_to(folder: str, settings: dict[str, Any]) -> dict[str, str]:
     """The templates next to a tokenizer, by name. `settings` is its tokenizer_config.json."""
-    return _of_files(folder) or _of_config(settings)
+    return _of_files(folder) or templates_of(settings)
 
 
 def _of_files(folder: str) -> dict[str, str]:
@@ -293,7 +292,7 @@ def _of_files(folder: str) -> dict[str, str]:
     return {name: _utf8(raw, places[name]) for name, raw in files.items() if raw is not None}
 
 
-def _of_config(settings: dict[str, Any]) -> dict[str, str]:
+def templates_of(settings: dict[str, Any]) -> dict[str, str]:
     """The templates of a tokenizer_config.json, by name."""
     templates = settings.get("chat_template")
     if isinstance(templates, list):  # several named templates
@@ -307,9 +306,14 @@ def _of_config(settings: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _special(value: Any) -> str | None:
-    content = value.get("content") if isinstance(value, dict) else value
-    return content if isinstance(content, str) else None
+def specials_of(settings: dict[str, Any]) -> dict[str, str]:
+    """The special tokens of a tokenizer_config.json, by the names that templates read."""
+    contents = {
+        key: value.get("content") if isinstance(value, dict) else value
+        for key in SPECIALS
+        if (value := settings.get(key)) is not None
+    }
+    return {key: content for key, content in contents.items() if isinstance(content, str)}
 
 
 def _json(raw: bytes | None, name: str) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def generate(
             raise DataError("an empty prompt needs a model with an end-of-text token; give a prompt")
         prompt_ids = [decoder.end_of_text]
     generated: list[int] = []
-    with _fitting_threads(decoder):
+    with fitting_threads(decoder):
         for token in sample(decoder, prompt_ids, temperature=temperature, seed=seed):
             if len(generated) == tokens or token == decoder.end_of_text or token in decoder.stops:
                 break
@@ -48,7 +48,7 @@ def generate(
 
 
 @contextmanager
-def _fitting_threads(decoder: Decoder) -> Iterator[None]:
+def fitting_threads(decoder: Decoder) -> Iterator[None]:
     """Use one thread for a small model. A token takes a thousand tiny operations. Threads that synchronize after
     each of them take ten times as long, or more if other processes use the cores."""
     before = torch.get_num_threads()

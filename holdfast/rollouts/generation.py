@@ -161,7 +161,7 @@ class _Answers:
         self._turn_B[row] = end
 
 
-class _RowsCache(LayerCache):
+class RowsCache(LayerCache):
     """Keys and values of rows of different lengths, in one buffer of all positions."""
 
     def __init__(self, answers: int, positions: int) -> None:
@@ -198,7 +198,7 @@ class _Lot:
         self._prompts_PT = torch.tensor(padded, device=device)
         self._at_B = self._lengths_P.repeat_interleave(answers)
         positions = longest + most
-        self._cache = [_RowsCache(answers, positions) for _ in range(decoder.shape.layers)]
+        self._cache = [RowsCache(answers, positions) for _ in range(decoder.shape.layers)]
         self._positions_S = torch.arange(positions, device=device)
 
     def begin(self) -> Tensor:
@@ -210,17 +210,25 @@ class _Lot:
 
     def advance(self, token_B: Tensor) -> Tensor:
         """Read a token of each row. Returns the logits of the next one."""
-        decoder, at_B = self._decoder, self._at_B
-        x_BTD = decoder.embed(token_B[:, None])
-        main = decoder.cos_TK[at_B][:, None, None], decoder.sin_TK[at_B][:, None, None]
-        local = main
-        if decoder.shape.preset.local_rope:
-            local = decoder.local_cos_TK[at_B][:, None, None], decoder.local_sin_TK[at_B][:, None, None]
-        before_BS = self._positions_S <= at_B[:, None]
-        for shape, layer, cache in zip(decoder.layer_shapes, decoder.model.layers, self._cache, strict=True):
-            window: int | None = getattr(layer.self_attn, "window")  # noqa: B009 - a module's attribute
-            recent_BS = before_BS if window is None else before_BS & (self._positions_S > at_B[:, None] - window)
-            cache.at_B, cache.seen_BS = at_B, recent_BS
-            x_BTD, _ = layer(x_BTD, *(local if shape.rope == "local" else main), None, cache)
-        self._at_B = at_B + 1
-        return decoder.head(decoder.model.norm(x_BTD))[:, 0]
+        logits_BV = advance_rows(self._decoder, self._cache, token_B, self._at_B, self._positions_S)
+        self._at_B = self._at_B + 1
+        return logits_BV
+
+
+def advance_rows(
+    decoder: Decoder, caches: Sequence[RowsCache], token_B: Tensor, at_B: Tensor, positions_S: Tensor
+) -> Tensor:
+    """Read a token of each row at its position `at_B`, after the cached ones. Returns the logits [B, V] of the next
+    token. `positions_S` are the numbers of the caches' positions, from 0."""
+    x_BTD = decoder.embed(token_B[:, None])
+    main = decoder.cos_TK[at_B][:, None, None], decoder.sin_TK[at_B][:, None, None]
+    local = main
+    if decoder.shape.preset.local_rope:
+        local = decoder.local_cos_TK[at_B][:, None, None], decoder.local_sin_TK[at_B][:, None, None]
+    before_BS = positions_S <= at_B[:, None]
+    for shape, layer, cache in zip(decoder.layer_shapes, decoder.model.layers, caches, strict=True):
+        window: int | None = getattr(layer.self_attn, "window")  # noqa: B009 - a module's attribute
+        recent_BS = before_BS if window is None else before_BS & (positions_S > at_B[:, None] - window)
+        cache.at_B, cache.seen_BS = at_B, recent_BS
+        x_BTD, _ = layer(x_BTD, *(local if shape.rope == "local" else main), None, cache)
+    return decoder.head(decoder.model.norm(x_BTD))[:, 0]

@@ -7,8 +7,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.launch.accelerators import ACCELERATORS, taint_of
 from holdfast.launch.kubernetes.client import Api, Resource
+from holdfast.serving.pods import (
+    metadata_of,
+    placement_of,
+    require_bucket,
+    resources_of,
+    shared_memory,
+    vllm_container,
+)
 from holdfast.spec import Spec
 from holdfast.spec.engine_text import double_dollars
 from holdfast.spec.errors import AccessDeniedError, MissingError, Problem, SpecError
@@ -16,6 +23,7 @@ from holdfast.spec.operations import Kserve
 
 API = Resource("serving.kserve.io", "v1beta1", "inferenceservices")
 MANAGER = "holdfast"
+CONTAINER = "kserve-container"  # the name of the container that KServe gives the model to
 
 
 def inference_service(spec: Spec, source: str, lineage: dict[str, str]) -> dict[str, Any]:
@@ -27,20 +35,11 @@ def inference_service(spec: Spec, source: str, lineage: dict[str, str]) -> dict[
     if settings is None:
         problem = Problem("serving.kserve", None, "is missing", "say how the champion is served: docs/serving.md")
         raise SpecError([problem])
-    if not source.startswith("s3://"):
-        problem = Problem("store", source, "is no bucket, and KServe reads models from one", "use s3://bucket/prefix")
-        raise SpecError([problem])
-    metadata: dict[str, Any] = {
-        "name": settings.name or spec.name,
-        "labels": {**settings.labels, "app.kubernetes.io/name": "holdfast", "app.kubernetes.io/managed-by": "holdfast"},
-        "annotations": {**settings.annotations, **{f"holdfast/{name}": value for name, value in lineage.items()}},
-    }
-    if namespace := settings.namespace or spec.cluster.namespace:
-        metadata["namespace"] = namespace
+    require_bucket(source, "KServe")
     return {
         "apiVersion": f"{API.group}/{API.version}",
         "kind": "InferenceService",
-        "metadata": metadata,
+        "metadata": metadata_of(spec, settings, lineage),
         "spec": {"predictor": _predictor(spec, settings, source)},
     }
 
@@ -60,32 +59,25 @@ def apply(service: dict[str, Any], api: Api) -> None:
 
 
 def _predictor(spec: Spec, settings: Kserve, source: str) -> dict[str, Any]:
-    resources: dict[str, Any] = {"cpu": settings.cpu, "memory": settings.memory}
-    tolerations = list(settings.tolerations)
-    if settings.accelerators:
-        resources[str(ACCELERATORS[spec.cluster.accelerator].resource)] = str(settings.accelerators)
-        tolerations.append(taint_of(spec.cluster.accelerator))
+    predictor: dict[str, Any] = {
+        "minReplicas": settings.min_replicas,
+        "maxReplicas": settings.max_replicas,
+        **placement_of(spec, settings),
+    }
+    if settings.vllm is not None:
+        container = vllm_container(spec, settings, settings.vllm, CONTAINER)
+        container["env"] = [{"name": "STORAGE_URI", "value": source}]  # KServe downloads it to MODEL_FOLDER
+        return {**predictor, "containers": [container], "volumes": [shared_memory(settings.vllm)]}
     model: dict[str, Any] = {
         "modelFormat": {"name": "huggingface"},
         "storageUri": source,
-        "resources": {"requests": resources, "limits": resources},
+        "resources": resources_of(spec, settings),
     }
     if settings.runtime:
         model["runtime"] = settings.runtime
     if settings.arguments:
         model["args"] = [_as_written(argument) for argument in settings.arguments]
-    predictor: dict[str, Any] = {
-        "minReplicas": settings.min_replicas,
-        "maxReplicas": settings.max_replicas,
-        "model": model,
-    }
-    if settings.service_account:
-        predictor["serviceAccountName"] = settings.service_account
-    if settings.node_selector:
-        predictor["nodeSelector"] = dict(settings.node_selector)
-    if tolerations:
-        predictor["tolerations"] = [taint.model_dump(exclude_none=True) for taint in tolerations]
-    return predictor
+    return {**predictor, "model": model}
 
 
 def _as_written(argument: str) -> str:

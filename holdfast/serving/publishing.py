@@ -6,11 +6,11 @@ import logging
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from holdfast.launch.kubernetes.client import Api
 from holdfast.model.exported import require_intact
-from holdfast.serving import kserve
+from holdfast.serving import deployment, kserve
 from holdfast.serving.model_registry import ModelRegistry
 from holdfast.spec import Spec, parse_spec
 from holdfast.spec.errors import ForeignVersionError, Problem, SpecError
@@ -28,6 +28,7 @@ class Published:
     """The written objects."""
 
     service: str = ""  # namespace/name of the InferenceService
+    deployment: str = ""  # namespace/name of the Deployment
     entry: str = ""  # id of the ModelVersion in the registry
 
 
@@ -38,7 +39,7 @@ def publish(spec: Spec, version: Champion, *, champion: bool, api: Api | None = 
     DataError for a damaged export.
     """
     _require_servable(version)
-    service, entry = "", ""
+    service, served, entry = "", "", ""
     if settings := spec.serving.model_registry:
         registry = ModelRegistry(settings.url, settings.author)
         entry = registry.enter(
@@ -53,11 +54,17 @@ def publish(spec: Spec, version: Champion, *, champion: bool, api: Api | None = 
         log.info("version %d of %s is in the Model Registry", version.version, version.model)
     if champion and spec.serving.kserve is not None:
         manifest = inference_service_of(spec, version)
-        api = api or Api.of_this_process(_namespace(spec), patience=SECONDS)
-        kserve.apply(manifest, api)
-        service = f"{api.namespace}/{manifest['metadata']['name']}"
+        at = api or Api.of_this_process(_namespace(spec, "kserve"), patience=SECONDS)
+        kserve.apply(manifest, at)
+        service = f"{at.namespace}/{manifest['metadata']['name']}"
         log.info("InferenceService %s serves version %d of %s", service, version.version, version.model)
-    return Published(service, entry)
+    if champion and spec.serving.deployment is not None:
+        objects = deployment_of(spec, version)
+        at = api or Api.of_this_process(_namespace(spec, "deployment"), patience=SECONDS)
+        deployment.apply(objects, at)
+        served = f"{at.namespace}/{objects[0]['metadata']['name']}"
+        log.info("Deployment %s serves version %d of %s", served, version.version, version.model)
+    return Published(service, served, entry)
 
 
 def inference_service_of(spec: Spec, version: Champion) -> dict[str, Any]:
@@ -66,6 +73,15 @@ def inference_service_of(spec: Spec, version: Champion) -> dict[str, Any]:
         raise ForeignVersionError(version.foreign)
     lineage = {"model": version.model, "version": str(version.version), **_lineage(version)}
     return kserve.inference_service(spec, _source(version), lineage)
+
+
+def deployment_of(spec: Spec, version: Champion) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The Deployment and the Service that serve a registered version. Raises ForeignVersionError and SpecError."""
+    if version.foreign:
+        raise ForeignVersionError(version.foreign)
+    lineage = {"model": version.model, "version": str(version.version), **_lineage(version)}
+    store_url = version.store_url.rstrip("/")
+    return deployment.deployment(spec, store_url, version.export, version.export_digest, lineage)
 
 
 def settings_of(model: str, store: Store, uri: str | None = None) -> Spec | None:
@@ -91,15 +107,16 @@ def _require_servable(version: Champion) -> None:
     require_intact(open_store(version.store_url), version.export, version.export_digest, changed=True)
 
 
-def _namespace(spec: Spec) -> str | None:
-    """The namespace of the service; None for the namespace of this pod."""
-    namespace = (spec.serving.kserve and spec.serving.kserve.namespace) or spec.cluster.namespace
+def _namespace(spec: Spec, section: Literal["kserve", "deployment"]) -> str | None:
+    """The namespace of what a section creates; None for the namespace of this pod."""
+    settings = spec.serving.kserve if section == "kserve" else spec.serving.deployment
+    namespace = (settings and settings.namespace) or spec.cluster.namespace
     if not namespace and not os.environ.get("KUBERNETES_SERVICE_HOST"):
         problem = Problem(
-            "serving.kserve.namespace",
+            f"serving.{section}.namespace",
             None,
             "is missing, and this process is in no pod whose namespace it could be",
-            "name it: --set serving.kserve.namespace=NAME",
+            f"name it: --set serving.{section}.namespace=NAME",
         )
         raise SpecError([problem])
     return namespace

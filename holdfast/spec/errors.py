@@ -351,6 +351,7 @@ EXTRAS = {
         "nvml": "pynvml",
         "tensorboard": "tensorboard",
         "otel": "opentelemetry",
+        "serve": "starlette uvicorn",
         "tracking": "mlflow psycopg",
         "wandb": "wandb",
         "trackio": "trackio",

@@ -221,23 +221,28 @@ class Retraining(Section):
 ServiceName = Annotated[str, StringConstraints(pattern=r"^[a-z]([a-z0-9-]{0,51}[a-z0-9])?$")]
 
 
-class Kserve(Section):
-    """An InferenceService of KServe that serves the champion from the store, with KServe's Hugging Face runtime.
-    Without this section none is created."""
+class VllmServer(Section):
+    """A server of vLLM, with OpenAI's HTTP API."""
 
-    name: ServiceName | None = runtime_field(None, "Name of the InferenceService. Default: the spec's name.")
+    image: str = runtime_field(
+        ...,
+        "Image of the server, such as `docker.io/vllm/vllm-openai@sha256:…`. Name it by digest, so that all pods run "
+        "the same one.",
+        pattern=r"^[a-z0-9][a-zA-Z0-9._/:@-]{0,500}$",
+    )
+    startup_minutes: int = runtime_field(30, "Time to load the model, before a pod is restarted.", ge=1, le=24 * 60)
+    shared_memory: Quantity = runtime_field("2Gi", "Size of /dev/shm, as a Kubernetes quantity. It counts as memory.")
+
+
+class ServingPods(Section):
+    """The pods that serve a champion."""
+
+    name: ServiceName | None = runtime_field(None, "Name of the object. Default: the spec's name.")
     namespace: NamespaceName | None = runtime_field(None, "Its namespace. Default: the namespace of the pipeline run.")
     service_account: ObjectName | None = runtime_field(
         None,
         "Service account with access to the bucket, by its Secrets or cloud identity. Default: the default account.",
     )
-    runtime: ObjectName | None = runtime_field(
-        None, "ServingRuntime or ClusterServingRuntime. Default: KServe chooses one for Hugging Face models."
-    )
-    min_replicas: int = runtime_field(
-        1, "Minimum number of pods; 0 allows scale to zero, if KServe supports it.", ge=0, le=10_000
-    )
-    max_replicas: int = runtime_field(1, "Maximum number of pods.", ge=1, le=10_000)
     cpu: Quantity = runtime_field("2", "CPU cores of each pod, as a Kubernetes quantity.")
     memory: Quantity = runtime_field("8Gi", "Memory of each pod, as a Kubernetes quantity.")
     accelerators: int = runtime_field(0, "Accelerators of each pod, of the kind `cluster.accelerator`.", ge=0, le=64)
@@ -246,9 +251,44 @@ class Kserve(Section):
     )
     node_selector: dict[LabelKey, LabelValue] = runtime_field({}, "Labels that the nodes must have.")
     tolerations: tuple[Toleration, ...] = runtime_field((), "Taints that the pods accept.", max_length=64)
-    labels: dict[LabelKey, LabelValue] = runtime_field({}, "Labels of the InferenceService.")
+    labels: dict[LabelKey, LabelValue] = runtime_field({}, "Labels of the object.")
     annotations: dict[LabelKey, str] = runtime_field(
-        {}, "Annotations of the InferenceService, such as its deployment mode."
+        {}, "Annotations of the object, such as the deployment mode of an InferenceService."
+    )
+
+
+class Kserve(ServingPods):
+    """An InferenceService of KServe that serves the champion from the store, with KServe's Hugging Face runtime or with
+    vLLM. Without this section none is created."""
+
+    runtime: ObjectName | None = runtime_field(
+        None, "ServingRuntime or ClusterServingRuntime. Default: KServe chooses one for Hugging Face models."
+    )
+    vllm: VllmServer | None = runtime_field(None, "Serve with this server of vLLM, and not with a runtime of KServe.")
+    min_replicas: int = runtime_field(
+        1, "Minimum number of pods; 0 allows scale to zero, if KServe supports it.", ge=0, le=10_000
+    )
+    max_replicas: int = runtime_field(1, "Maximum number of pods.", ge=1, le=10_000)
+
+
+class Deployment(ServingPods):
+    """A Deployment and a Service that serve the champion with vLLM, without KServe. Before the server starts, an init
+    container downloads the export and checks each byte by its digest. Without this section none is created."""
+
+    vllm: VllmServer = runtime_field(..., "The server.")
+    image: str | None = runtime_field(
+        None,
+        "Image of Holdfast for the download. Default: `cluster.image`.",
+        pattern=r"^[a-z0-9][a-zA-Z0-9._/:@-]{0,500}$",
+    )
+    replicas: int = runtime_field(1, "Number of pods.", ge=0, le=10_000)
+    secret: ObjectName | None = runtime_field(
+        None,
+        "Secret with the environment of the download: access to the bucket, such as AWS_ACCESS_KEY_ID, "
+        "AWS_SECRET_ACCESS_KEY and AWS_ENDPOINT_URL.",
+    )
+    key_secret: ObjectName | None = runtime_field(
+        None, "Secret whose key `api-key` clients must send. Default: all clients that reach the Service are answered."
     )
 
 
@@ -270,6 +310,9 @@ class Serving(Section):
 
     kserve: Kserve | None = Field(
         None, description="How the champion is served.", json_schema_extra={"role": "neither"}
+    )
+    deployment: Deployment | None = Field(
+        None, description="How the champion is served without KServe.", json_schema_extra={"role": "neither"}
     )
     model_registry: ModelRegistry | None = Field(
         None, description="The registry that lists the versions.", json_schema_extra={"role": "neither"}

@@ -28,7 +28,8 @@ def run(spec: Spec, run_id: str, store: Store, verdict: str | None = None) -> Re
 def _publish(spec: Spec, registration: Registration, store: Store) -> None:
     """Publish the version. It is served only while it is the champion, so a repetition after a rollback does not
     undo the rollback."""
-    if spec.serving.kserve is None and spec.serving.model_registry is None:
+    serving = spec.serving
+    if serving.kserve is None and serving.deployment is None and serving.model_registry is None:
         return
     from holdfast.serving import publish
     from holdfast.tracking import champion, trusted_stores, versions

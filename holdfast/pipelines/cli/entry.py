@@ -24,6 +24,7 @@ from holdfast.pipelines.cli import (
     checkpoints,
     compile_,
     doctor,
+    inference,
     kubeflow,
     models,
     monitoring,
@@ -105,7 +106,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "plan": plan,
         "trigger": trigger,
     },
-    "Models": {"ui": models.ui},
+    "Models": {"chat": inference.chat, "serve": inference.serve, "ui": models.ui},
     "Kubeflow": {"upload": kubeflow.upload, "schedule": kubeflow.schedule},
     "Clusters and this machine": {
         "doctor": doctor.doctor,

@@ -1,4 +1,4 @@
-"""Commands about models: registered versions, the champion, serving, and generated text."""
+"""Commands about models: registered versions, the champion, and generated text."""
 
 from __future__ import annotations
 
@@ -7,27 +7,23 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from holdfast.pipelines.cli.inference import print_published
 from holdfast.pipelines.cli.options import (
     AsJson,
-    DryRun,
-    SpecOptions,
     StoreRoot,
     err,
     out,
     print_json,
-    print_yaml,
 )
 
 if TYPE_CHECKING:
     from holdfast.api.models import NewChampion
-    from holdfast.serving import Published
-
 
 app = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
-    help="List, promote, roll back, serve and try registered models.",
+    help="List, promote, roll back and try registered models.",
 )
 
 
@@ -84,38 +80,6 @@ def rollback(
     from holdfast.api.models import rollback as rolled_back
 
     _print_champion(rolled_back(model, store), as_json)
-
-
-@app.command()
-def serve(
-    spec: SpecOptions,
-    store: StoreRoot = "",
-    dry_run: DryRun = False,
-    as_json: AsJson = False,
-) -> None:
-    """Serve the champion as the spec's section `serving` sets: with KServe, and in the Model Registry.
-
-    Prints the InferenceService and the entry in the registry. You can repeat it. Registration, `promote` and `rollback`
-    do the same automatically.
-
-    Example: holdfast models serve examples/cluster-cpu.yaml --set serving.kserve.namespace=models
-    """
-    from holdfast.api.models import serve as served
-
-    checked_spec = spec.load()
-    result = served(checked_spec, store=store, dry_run=dry_run)
-    champion, serving = result.champion, checked_spec.serving
-    if serving.kserve is None and serving.model_registry is None:
-        err("note: nothing to do: the spec's `serving` has neither kserve nor model_registry; see docs/serving.md")
-    if dry_run:
-        if result.registry:
-            err(f"note: version {champion.version} of {champion.model} would be entered in {result.registry}")
-        if result.objects:
-            print_yaml(result.objects)
-    elif as_json:
-        print_json({"champion": champion, "published": result.published})
-    elif result.published is not None:
-        _say(result.published)
 
 
 def ui(
@@ -175,17 +139,10 @@ def _print_champion(made: NewChampion, as_json: bool) -> None:
     else:
         out(f"{champion.model}@champion is version {champion.version}")
         if made.published is not None:
-            _say(made.published)
+            print_published(made.published)
     if error is not None:
         err(
             f"error: version {champion.version} is the champion, and is not served yet: {error}\nwhen that is fixed: "
-            "holdfast models serve SPEC"
+            "holdfast serve SPEC"
         )
         raise typer.Exit(int(error.exit_code))
-
-
-def _say(published: Published) -> None:
-    if published.service:
-        out(f"InferenceService {published.service} serves it")
-    if published.entry:
-        out(f"the Model Registry has it as model version {published.entry}")

@@ -47,6 +47,12 @@ def locate(wanted: str, store: Store) -> Files:
     return _fetched(store, str(record.result["export"]), str(record.result.get("export_digest", "")))
 
 
+def locate_adapter(wanted: str, store: Store) -> Files:
+    """The files of a LoRA adapter: a folder in the layout of peft, or what `locate` takes. Raises MissingError."""
+    folder = Path(wanted).expanduser()
+    return Folder(folder) if (folder / "adapter_config.json").is_file() else locate(wanted, store)
+
+
 def _fetched(store: Store, export: str, expected: str) -> Files:
     return fetch_exported(store, export, cache_dir() / "exports", expected)
 

@@ -319,8 +319,9 @@ def check_text_sizes(spec: Spec) -> Iterator[Problem]:
         "cluster.annotations": spec.cluster.annotations,
         "cluster.steps.annotations": spec.cluster.steps.annotations,
     }
-    if spec.serving.kserve is not None:
-        texts_by_field["serving.kserve.annotations"] = spec.serving.kserve.annotations
+    for section, settings in (("kserve", spec.serving.kserve), ("deployment", spec.serving.deployment)):
+        if settings is not None:
+            texts_by_field[f"serving.{section}.annotations"] = settings.annotations
     for field, texts in texts_by_field.items():
         if (size := sum(len(f"{name}{value}".encode()) for name, value in texts.items())) > MAX_ANNOTATIONS:
             message = f"are longer than Kubernetes allows ({MAX_ANNOTATIONS:,} bytes in all)"

@@ -10,7 +10,7 @@ from zoneinfo import ZoneInfo, available_timezones
 from holdfast.spec.cluster import amount
 from holdfast.spec.cron import CronError, expand
 from holdfast.spec.errors import Problem
-from holdfast.spec.operations import Evaluation
+from holdfast.spec.operations import Evaluation, ServingPods
 from holdfast.spec.rules.secrets import carries_secret
 from holdfast.spec.tree import Spec
 
@@ -107,21 +107,14 @@ def check_store(spec: Spec) -> Iterator[Problem]:
 
 
 def check_serving(spec: Spec) -> Iterator[Problem]:
-    """KServe finds the weights in a bucket, and its pods request resources that exist."""
-    kserve = spec.serving.kserve
+    """What serves the champion finds the weights in a bucket, and its pods request resources that exist."""
+    serving = spec.serving
+    for section, settings in (("serving.kserve", serving.kserve), ("serving.deployment", serving.deployment)):
+        if settings is not None:
+            yield from _problems_with_pods(spec, section, settings)
+    kserve = serving.kserve
     if kserve is None:
         return
-    if spec.store is not None and spec.store.startswith("file:"):
-        yield Problem(
-            "serving.kserve", "(given)", f"cannot read from store = {spec.store}", "use a store in S3, or remove it"
-        )
-    if kserve.accelerators and spec.cluster.accelerator == "cpu":
-        yield Problem(
-            "serving.kserve.accelerators",
-            kserve.accelerators,
-            "is not possible with cluster.accelerator: cpu",
-            "use 0, or name an accelerator",
-        )
     if kserve.min_replicas > kserve.max_replicas:
         yield Problem(
             "serving.kserve.min_replicas",
@@ -129,9 +122,25 @@ def check_serving(spec: Spec) -> Iterator[Problem]:
             f"is above max_replicas = {kserve.max_replicas}",
             f"use at most {kserve.max_replicas}",
         )
+    if kserve.runtime is not None and kserve.vllm is not None:
+        yield Problem(
+            "serving.kserve.runtime", kserve.runtime, "and serving.kserve.vllm are two servers", "remove one of them"
+        )
+
+
+def _problems_with_pods(spec: Spec, section: str, settings: ServingPods) -> Iterator[Problem]:
+    if spec.store is not None and spec.store.startswith("file:"):
+        yield Problem(section, "(given)", f"cannot read from store = {spec.store}", "use a store in S3, or remove it")
+    if settings.accelerators and spec.cluster.accelerator == "cpu":
+        yield Problem(
+            f"{section}.accelerators",
+            settings.accelerators,
+            "is not possible with cluster.accelerator: cpu",
+            "use 0, or name an accelerator",
+        )
     for name in ("cpu", "memory"):
-        if not amount(getattr(kserve, name)):
-            yield Problem(f"serving.kserve.{name}", getattr(kserve, name), "requests nothing", "request more than zero")
+        if not amount(getattr(settings, name)):
+            yield Problem(f"{section}.{name}", getattr(settings, name), "requests nothing", "request more than zero")
 
 
 # Rules of `telemetry`.

@@ -95,7 +95,8 @@ def account_of(step: Step, spec: Spec) -> str:
         return LAUNCHER_ACCOUNT
     if step.name == EXIT_HANDLER:
         return NOTIFY_ACCOUNT
-    return SERVING_ACCOUNT if step.serves and spec.serving.kserve is not None else STEP_ACCOUNT
+    on_cluster = spec.serving.kserve is not None or spec.serving.deployment is not None
+    return SERVING_ACCOUNT if step.serves and on_cluster else STEP_ACCOUNT
 
 
 def security() -> PodSecurityContext:
