@@ -69,6 +69,10 @@ def _records(store: Store, run_id: str, export: str, digest: str) -> Iterator[tu
         digests = {
             layout.blessing(run_id, registration.verdict_digest): registration.verdict_digest,
             run_record: registration.run_digest,
+            **{
+                layout.model_document(run_id, info.key.rpartition("/")[2].removesuffix(".json"), name): document
+                for name, document in registration.documents.items()
+            },
         }
         for key, expected in digests.items():
             try:

@@ -1,4 +1,4 @@
-"""Download of an export for a server that is not Holdfast's: `python -m holdfast.serving.fetch STORE EXPORT DIGEST FOLDER`.
+"""Download of an export for a server of models: `python -m holdfast.serving.fetch STORE EXPORT DIGEST FOLDER`.
 
 Each file is written block by block, and each block is checked before the file has its name. Files that are there and
 intact are not downloaded again.

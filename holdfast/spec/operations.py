@@ -164,6 +164,12 @@ class Registration(Section):
         "folder of the export, and its method `predict` gets the input. See docs/your-own-code.md.",
         json_schema_extra={"role": "neither"},
     )
+    license: str | None = runtime_field(
+        None,
+        "Licence of the model, as an SPDX expression such as `Apache-2.0`. It is in the model card and the bill of "
+        "materials of each version.",
+        pattern=r"^[A-Za-z0-9.+() -]{1,200}$",
+    )
     promote: bool = runtime_field(
         True, "Move the `champion` alias to a blessed model. If false, it becomes `challenger`."
     )

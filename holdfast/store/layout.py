@@ -37,6 +37,7 @@ runs/<run-id>/run.json                        the run's metadata: spec, dataset 
               evaluations/<key>.json + .html  the verdict and its report
               scores/step-<N>.json            the scores of a checkpoint, measured while training
               registrations/<key>.json        the registered model version
+              documents/<key>/README.md       its model card; sbom.cdx.json: its bill of materials
               blessings/<digest>.json         the verdict that blessed it
 names/<name>/<run-id>                         mark of a run or a sweep started or submitted under this name: an index
 champions/<key>/000002.json                   the second champion of a registered model in one MLflow, claimed by number
@@ -276,6 +277,11 @@ def registration(run_id: str, key: str) -> str:
 def registrations(run_id: str) -> str:
     """The folder of the records of registrations."""
     return run(run_id, "registrations/")
+
+
+def model_document(run_id: str, key: str, name: str) -> str:
+    """A document of a registered version, such as its model card; `key` is that of the registration."""
+    return run(run_id, f"documents/{key}/{name}")
 
 
 def blessing(run_id: str, verdict_digest: str) -> str:

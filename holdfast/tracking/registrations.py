@@ -50,6 +50,7 @@ class Registration(BaseModel):
     created: float  # Unix seconds
     mlflow_run_id: str
     tracking: str  # address of the MLflow, without credentials
+    documents: dict[str, str] = {}  # digests of the bytes of the model card and the bill of materials, by name
 
     @property
     def uri(self) -> str:

@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 from holdfast.checkpoint import pin
+from holdfast.components.register.documents import CARD, ModelFacts, digests_of, documents_of
 from holdfast.components.register.flavours import describe_script_model
 from holdfast.components.register.promotion import promote_in_order
 from holdfast.components.register.publish import describe_model, publish
 from holdfast.dataset.manifest import Manifest, load_manifest
-from holdfast.model.exported import require_intact
+from holdfast.model.exported import read_record, require_intact
 from holdfast.runtime.environment import tracking_uri
 from holdfast.runtime.secrets import redact
 from holdfast.scoring import reached_against, settings_key
@@ -110,6 +111,7 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
             return recorded
     if compared and spec.registration.promote:
         _require_fresh(lineage, champion(model, stores, uri))
+    documents = _write_documents(spec, run_id, store, lineage, registration_key(model, uri))
     mlflow_run_id = RunTracker.open(spec, run_id, dataset_id, store, uri).mlflow_run_id
     tags = _tags(spec, run_id, store, lineage)
     with translated(uri):
@@ -123,6 +125,7 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
             version = _create(client, model, version_key, source, mlflow_run_id, shown)
         else:  # from an earlier call, possibly under another verdict
             _set_tags(client, model, version, shown)
+        _describe(client, model, version, documents[CARD].decode())
     reason = f"registered as models:/{model}/{version} in {redact(uri)}"
     holder = f"{model.replace(' ', '_')}-{version}"[-128:]
     pin(store, run_id, lineage.result["step"], holder, reason, state_digest=lineage.result["state_digest"])
@@ -143,6 +146,7 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
         created=time.time(),
         mlflow_run_id=mlflow_run_id,
         tracking=redact(uri),
+        documents=digests_of(documents),
     )
     store.put(layout.blessing(run_id, registration.verdict_digest), lineage.verdict_data)
     _record(store, key, registration)  # first: only versions that this store registered become champion
@@ -163,6 +167,16 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     _record(store, key, registration)
     log.info("registered %s as %s", registration.uri, alias)
     return registration
+
+
+def _write_documents(spec: Spec, run_id: str, store: Store, lineage: _Lineage, key: str) -> dict[str, bytes]:
+    """Write the documents of the version with this registration key, and return them by name."""
+    record = read_record(store, lineage.result["export"], lineage.result["export_digest"])
+    facts = ModelFacts(spec, run_id, lineage.result, lineage.verdict, lineage.manifest, record, git_commit() or "")
+    documents = documents_of(facts)
+    for name, data in documents.items():
+        store.put(layout.model_document(run_id, key, name), data)
+    return documents
 
 
 def _record(store: Store, key: str, registration: Registration) -> None:
@@ -337,6 +351,16 @@ def _set_tags(client: MlflowClient, model: str, version: int, tags: Mapping[str,
             client.set_model_version_tag(model, str(version), name, value)
 
     write_missing(other, write)
+
+
+def _describe(client: MlflowClient, model: str, version: int, card: str) -> None:
+    """Make the model card, without its front matter, the description of a version."""
+    text = card.split("---\n", 2)[2][:_MAX_TAG]
+
+    def other() -> list[str]:
+        return [] if client.get_model_version(model, str(version)).description == text else [text]
+
+    write_missing(other, lambda _: client.update_model_version(model, str(version), text))
 
 
 def _registered_model(client: MlflowClient, model: str) -> None:

@@ -19,9 +19,9 @@ def compile_(
         typer.Option(
             metavar="TARGET",
             autocompletion=lambda: [one.value for one in Target],
-            help="kfp, argo, slurm and rayjob: the whole pipeline; kserve and deployment: what serves its champion; deepspeed: the "
-            "configuration of its engine; form: the spec as JSON, to paste into Kubeflow's form; pytorchjob, trainjob "
-            "and volcano: the training job.",
+            help="kfp, argo, slurm and rayjob: the whole pipeline; kserve and deployment: what serves its champion; "
+            "deepspeed: the configuration of its engine; form: the spec as JSON, to paste into Kubeflow's form; "
+            "pytorchjob, trainjob and volcano: the training job.",
         ),
     ] = "kfp",
     output: Annotated[
