@@ -153,7 +153,8 @@ class AnswerServer:
         try:
             wanted = kind.model_validate_json(body)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+            errors = error.errors(include_url=False, include_context=False, include_input=False)
+            first = max(errors, key=lambda one: len(one["loc"]))  # of a union, the kind that fits best
             field = ".".join(str(part) for part in first["loc"])
             raise RequestError(
                 400, f"{field}: {first['msg']}" if field else first["msg"], None, field or None
@@ -179,7 +180,7 @@ class AnswerServer:
     def _adapter(self, name: str) -> str:
         if name not in self._adapters:
             raise RequestError(
-                404, f"no model {name!r}; there are {', '.join(self._adapters)}", "model_not_found", "model"
+                404, f"no model {name!r}; use one of {', '.join(self._adapters)}", "model_not_found", "model"
             )
         return self._adapters[name]
 

@@ -287,7 +287,7 @@ class Deployment(ServingPods):
         "Image of Holdfast for the download. Default: `cluster.image`.",
         pattern=r"^[a-z0-9][a-zA-Z0-9._/:@-]{0,500}$",
     )
-    replicas: int = runtime_field(1, "Number of pods.", ge=0, le=10_000)
+    replicas: int | None = runtime_field(1, "Number of pods; null leaves it to an autoscaler.", ge=0, le=10_000)
     secret: ObjectName | None = runtime_field(
         None,
         "Secret with the environment of the download: access to the bucket, such as AWS_ACCESS_KEY_ID, "

@@ -158,7 +158,7 @@ def test_what_cannot_be_answered_is_refused_by_name(url: str) -> None:
         ({"logprobs": True}, "logprobs is not implemented"),
         ({"messages": [{"role": "user", "content": "x " * 400}]}, "the model's context is 256"),
         ({"messages": []}, "messages: "),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "Input should be 'text'"),
         ({"n": 6}, "at most 5 answers are possible"),
     ):
         with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=message):

@@ -92,10 +92,10 @@ def test_vllm_is_a_container_of_the_inference_service() -> None:
     [
         (["serving.kserve={runtime: mine, vllm: {image: x}}"], r"serving\.kserve\.runtime.*two servers"),
         (["serving.deployment={}"], r"serving\.deployment\.vllm"),
-        (["serving.deployment={vllm: {image: x}}", "store=file:///s"], r"serving\.deployment.*store in S3"),
+        (["serving.deployment={vllm: {image: x}}", "store=file:///s"], r"(?s)serving\.deployment.*store in S3"),
         (
             ["serving.deployment={vllm: {image: x}, accelerators: 1}", "cluster.accelerator=cpu"],
-            r"serving\.deployment\.accelerators.*use 0",
+            r"(?s)serving\.deployment\.accelerators.*use 0",
         ),
     ],
 )
@@ -105,7 +105,7 @@ def test_what_cannot_be_served_is_refused(overrides: list[str], problem: str) ->
 
 
 def test_a_deployment_needs_an_image_of_holdfast() -> None:
-    with pytest.raises(SpecError, match=r"serving\.deployment\.image.*cluster\.image"):
+    with pytest.raises(SpecError, match=r"(?s)serving\.deployment\.image.*cluster\.image"):
         objects("cluster.image=null")
 
 

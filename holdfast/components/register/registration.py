@@ -117,8 +117,9 @@ def register(spec: Spec, run_id: str, store: Store, verdict: str | None = None) 
     with translated(uri):
         _registered_model(client, model)
         describe = describe_model if spec.train.script is None else partial(describe_script_model, spec, store, export)
-        name = f"model-{version_key}"
-        source = publish(client, uri, mlflow_run_id, name, store, export, expected=export_digest, describe=describe)
+        source = publish(
+            client, uri, mlflow_run_id, f"model-{version_key}", store, export, expected=export_digest, describe=describe
+        )
         version = _sole_version(client, model, version_key, source)
         shown = whole_tags(client, mlflow_run_id, {VERSION_KEY_TAG: version_key, **tags}, _MAX_TAG)
         if version is None:
