@@ -27,7 +27,7 @@ from holdfast.spec.json_parsing import parse_json_object
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-PROBE = "holdfast probe"  # an answer whose end shows how the template ends a turn
+PROBE = "an answer"  # an answer whose end shows how the template ends a turn
 
 
 class PromptError(DataError):
