@@ -270,7 +270,11 @@ class Kserve(ServingPods):
     runtime: ObjectName | None = runtime_field(
         None, "ServingRuntime or ClusterServingRuntime. Default: KServe chooses one for Hugging Face models."
     )
-    vllm: VllmServer | None = runtime_field(None, "Serve with this server of vLLM, and not with a runtime of KServe.")
+    vllm: VllmServer | None = Field(
+        None,
+        description="Serve with this server of vLLM, and not with a runtime of KServe.",
+        json_schema_extra={"role": "neither"},
+    )
     min_replicas: int = runtime_field(
         1, "Minimum number of pods; 0 allows scale to zero, if KServe supports it.", ge=0, le=10_000
     )
@@ -281,7 +285,7 @@ class Deployment(ServingPods):
     """A Deployment and a Service that serve the champion with vLLM, without KServe. Before the server starts, an init
     container downloads the export and checks each byte by its digest. Without this section none is created."""
 
-    vllm: VllmServer = runtime_field(..., "The server.")
+    vllm: VllmServer = Field(..., description="The server.", json_schema_extra={"role": "neither"})
     image: str | None = runtime_field(
         None,
         "Image of Holdfast for the download. Default: `cluster.image`.",

@@ -372,6 +372,8 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("fewer than few", {"serving.kserve": {"min_replicas": 3, "max_replicas": 2}}, "serving.kserve.min_replicas", 3,
      "use at most 2"),
     ("served by nothing", {"serving.kserve": {"cpu": "0"}}, "serving.kserve.cpu", "0", "more than zero"),
+    ("two servers", {"serving.kserve": {"runtime": "mine", "vllm": {"image": "x"}}}, "serving.kserve.runtime", "mine",
+     "remove one of them"),
     ("a token in a URL", {"serving.model_registry": {"url": "http://me:hunter2@registry"}},
      "serving.model_registry.url", "(hidden)", "environment"),
     ("topology of a PyTorchJob", {"cluster.scheduler": "volcano", "cluster.topology.placement": "prefer"},

@@ -72,7 +72,11 @@ def tree() -> dict[str, Any]:
             "evaluation": {"tasks": [{"uri": "x"}], "metrics": ["m.py:f"], "load": {"use": "m.py:f"}},
             "telemetry": {"observers": ["m.py:f"]},
             "registration": {"serve": {"use": "m.py:f", "digest": "0" * 64}},
-            "serving": {"kserve": {"tolerations": [{"key": "a"}]}, "model_registry": {"url": "http://x"}},
+            "serving": {
+                "kserve": {"tolerations": [{"key": "a"}], "vllm": {"image": "x"}},
+                "deployment": {"tolerations": [{"key": "a"}], "vllm": {"image": "x"}},
+                "model_registry": {"url": "http://x"},
+            },
             "cluster": {
                 "tolerations": [{"key": "a"}],
                 "volumes": [{"claim": "a", "path": "/a"}],
