@@ -62,7 +62,7 @@ def tree() -> dict[str, Any]:
             },
             "training": {
                 "objective": {"use": "m.py:f", "digest": "0" * 64},
-                "optimizer": {"groups": [{}]},
+                "optimizer": {"groups": [{}], "build": {"use": "m.py:f", "digest": "0" * 64}},
                 "schedule": {"factor": {"use": "m.py:f", "digest": "0" * 64}},
                 "grpo": {
                     "rewards": [{"use": "m.py:f", "digest": "0" * 64}],
@@ -164,9 +164,10 @@ def test_runtime_fields_are_these_and_no_others() -> None:
     sections = ("checkpoint", "evaluation", "registration", "schedule", "serving", "telemetry")
     assert [path for path in runtime_fields if path.split(".")[0] not in sections] == [
         "name", "code", "store", "data.sources[].reader.use", "data.cleaning.filters[].use",
-        "data.workers", "data.fan_out", "train.restart_on", "train.log_every", "train.verify_steps", "train.preload",
+        "data.workers", "data.fan_out", "train.inputs[].uri",
+        "train.restart_on", "train.log_every", "train.verify_steps", "train.preload",
         "training.auto_micro_batch",
-        "training.objective.use", "training.schedule.factor.use", "training.grpo.rewards[].use",
+        "training.objective.use", "training.optimizer.build.use", "training.schedule.factor.use", "training.grpo.rewards[].use",
         "training.grpo.environment.use", "training.grpo.keep_steps",
         "training.topk_fraction", "training.anomalies.max_consecutive",
         "training.log_every",
