@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from blake3 import blake3
 
@@ -110,8 +110,12 @@ def repository_files(repository: str, revision: str | None, kind: Kind) -> tuple
     """The commit that a revision of a repository names now, and its files by name. Fetches none of them."""
     from huggingface_hub import HfApi
 
+    api = HfApi()
     with _speaking(_location(repository, kind)):
-        info = HfApi().repo_info(repository, revision=revision, repo_type=kind, files_metadata=True)
+        if kind == "dataset":
+            info: Any = api.dataset_info(repository, revision=revision, files_metadata=True)
+        else:
+            info = api.model_info(repository, revision=revision, files_metadata=True)
     files = [
         RepositoryFile(
             file.rfilename, file.size or 0, f"sha256:{file.lfs.sha256}" if file.lfs else f"git:{file.blob_id}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from blake3 import blake3
 from pydantic import BaseModel, ConfigDict
 
-from holdfast.model.hub import SCHEME, fetch_files, is_hub, parse_place, repository_files
+from holdfast.model.hub import SCHEME, Kind, fetch_files, is_hub, parse_place, repository_files
 from holdfast.runtime.environment import cache_dir, make_folder
 from holdfast.runtime.locks import holding_lock
 from holdfast.spec import Spec
@@ -191,7 +191,7 @@ def _list_bucket(uri: str) -> Iterator[_InputFile]:
 
 def _list_hub(uri: str) -> _InputListing:
     """The files of a repository at the commit that its revision names now, and the URI with that commit."""
-    prefix, kind = (_DATASETS, "dataset") if uri.startswith(_DATASETS) else (SCHEME, "model")
+    prefix, kind = _kind_of(uri)
     place = parse_place(f"{SCHEME}{uri.removeprefix(prefix)}")
     commit, found = repository_files(place.repository, place.revision, kind)
     inside = place.path.rstrip("/")
@@ -208,11 +208,16 @@ def _list_hub(uri: str) -> _InputListing:
     return _InputListing(f"{prefix}{place.repository}@{commit}{path}", tuple(files))
 
 
+def _kind_of(uri: str) -> tuple[str, Kind]:
+    """The prefix of an address on the Hub, and the kind of its repository."""
+    return (_DATASETS, "dataset") if uri.startswith(_DATASETS) else (SCHEME, "model")
+
+
 def _place(listing: _InputListing, folder: Path) -> Path:
     """The path of a listed input on this node, after fetching it."""
     uri = listing.uri
     if is_hub(uri):
-        prefix, kind = (_DATASETS, "dataset") if uri.startswith(_DATASETS) else (SCHEME, "model")
+        prefix, kind = _kind_of(uri)
         place = parse_place(f"{SCHEME}{uri.removeprefix(prefix)}")
         return fetch_files(place, [file.path for file in listing.files], kind)
     if not uri.startswith("s3://"):

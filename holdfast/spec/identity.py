@@ -155,7 +155,7 @@ def _script_run_id(spec: Spec, dataset_id: str, salt: str) -> str:
             remedy = "load the spec from its file, on a machine that can read the input"
             raise SpecError([Problem(f"train.inputs.{number}.uri", each.uri, "is an input that was not read", remedy)])
         inputs[each.name] = each.digest
-    values = {"script": fields, "code": spec.code, "salt": salt}
+    values: dict[str, Any] = {"script": fields, "code": spec.code, "salt": salt}
     if inputs:
         values["inputs"] = inputs
     if dataset_id:

@@ -184,8 +184,8 @@ class TorchEngine:
 
     def scalars(self, step: int) -> dict[str, float | int]:
         """See Engine."""
-        counter = next(iter(self._optimizer.state.values()), {}).get(COUNTER, step)  # an own optimizer may not count
-        updates: dict[str, float | int] = {UPDATES: int(counter)}
+        state: dict[str, Any] = next(iter(self._optimizer.state.values()), {})
+        updates: dict[str, float | int] = {UPDATES: int(state.get(COUNTER, step))}  # an own optimizer may not count
         return updates if self._loss_scale is None else updates | self._loss_scale.scalars()
 
     def saved(self) -> Sequence[TensorBox]:
