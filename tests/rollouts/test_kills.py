@@ -43,10 +43,11 @@ def _killed(rank: int, size: int, url: str, folder: Path, fields: tuple[str, ...
         def wrapped(*given: Any, **named: Any) -> Any:
             nonlocal left
             left -= 1
-            if left == 0 and not after:
+            is_last = left == 0  # calls inside this one count, too
+            if is_last and not after:
                 os.kill(os.getpid(), signal.SIGKILL)
             result = function(*given, **named)
-            if left == 0:
+            if is_last:
                 os.kill(os.getpid(), signal.SIGKILL)
             return result
 
