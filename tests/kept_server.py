@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from holdfast.launch.local import launcher as local
-from holdfast.launch.processes import WarmServer
+from holdfast.launch.processes import PRELOAD_VARIABLE, WarmServer
 
 
 class KeptServer(WarmServer):
@@ -20,7 +20,8 @@ class KeptServer(WarmServer):
     @classmethod
     def spawn(cls, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> WarmServer:
         """A server dies with the thread that called this. Another thread than the main one gets a separate server."""
-        key = (*modules, (environment or os.environ).get("PYTHONPATH", ""))
+        variables = environment or os.environ
+        key = (*modules, *(variables.get(name, "") for name in ("PYTHONPATH", PRELOAD_VARIABLE)))
         server = cls.kept.get(key)
         if server is not None and os.waitid(os.P_PID, server.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             return server

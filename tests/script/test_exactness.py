@@ -157,10 +157,10 @@ for step in range(0 if FAULT == "loop at 0" else start, 6):
 """
 
 
-def epochs_spec(folder: Path, store: Store, fault: str = "") -> Spec:
+def epochs_spec(folder: Path, store: Store, fault: str = "", preload: str = "") -> Spec:
     folder.mkdir()
     (folder / "train.py").write_text(f"FAULT = {fault!r}\n{EPOCHS}")
-    train = "{script: train.py, determinism: exact, verify_steps: 5, preload: [json, no_such_module]}"
+    train = f"{{script: train.py, determinism: exact, verify_steps: 5, preload: [{preload}]}}"
     (folder / "spec.yaml").write_text(f"name: epochs\ntrain: {train}\ncheckpoint: {{every_steps: 2}}\n")
     spec = load_spec(folder / "spec.yaml")
     publish_code(spec, store)
@@ -172,7 +172,7 @@ def test_an_exact_script_is_verified_once_before_its_first_launch(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store = opened(f"file://{tmp_path / 'store'}")
-    spec = epochs_spec(tmp_path / "code", store)
+    spec = epochs_spec(tmp_path / "code", store, preload="json, no_such_module")
     result = train_script(spec, "", store)
     exactness = read_exactness(store, result.run_id)
     assert exactness is not None
