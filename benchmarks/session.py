@@ -6,6 +6,7 @@ is complete. Windows of the session without a save make no call of it: they are 
 prints:
 
 - the time of a window with a save over that of one without, by medians and by minima (bar for the session: 1.02)
+- the same by the processor time of the training thread, which other load changes little
 - the stall of a save, and the bytes that a save writes
 - the seconds from SIGKILL to the next step of the process that resumes. Only a session has a supervisor; the others are
   started again immediately.
@@ -69,15 +70,14 @@ class Clock:
 
     def __init__(self, folder: str) -> None:
         self.file = Path(folder, TIMES).open("a", buffering=1)  # noqa: SIM115 - until the process is killed
-        self.last = time.perf_counter()
+        self.last, self.worked = time.perf_counter(), time.thread_time()
 
     def step(self, step: int, saved: bool) -> None:
         """Record a step, and whether a save began with it."""
-        now = time.perf_counter()
-        self.file.write(
-            json.dumps({"step": step, "seconds": now - self.last, "saved": saved, "at": time.time()}) + "\n"
-        )
-        self.last = now
+        now, worked = time.perf_counter(), time.thread_time()
+        times = {"seconds": now - self.last, "processor": worked - self.worked, "at": time.time()}
+        self.file.write(json.dumps({"step": step, "saved": saved, **times}) + "\n")
+        self.last, self.worked = now, worked
 
 
 def due(step: int) -> bool:
@@ -274,11 +274,16 @@ def measure(kind: str, options: argparse.Namespace) -> dict[str, float]:
         return summary(times, folder) | {"restart_seconds": again["at"] - killed}
 
 
+def _sums(windows: list[list[dict[str, Any]]], field: str, *, saved: bool) -> list[float]:
+    """The sum of a field over each window that begins with a save, or over each other one."""
+    return [sum(one[field] for one in window) for window in windows if window[0]["saved"] == saved]
+
+
 def summary(times: list[dict[str, Any]], folder: Path) -> dict[str, float]:
     """Figures of the steps after the first window, and of the files."""
     windows = [times[first : first + WINDOW] for first in range(2 * WINDOW - 1, len(times) - WINDOW + 1, WINDOW)]
-    with_save = [sum(one["seconds"] for one in window) for window in windows if window[0]["saved"]]
-    without = [sum(one["seconds"] for one in window) for window in windows if not any(one["saved"] for one in window)]
+    with_save, without = (_sums(windows, "seconds", saved=saved) for saved in (True, False))
+    work, work_without = (_sums(windows, "processor", saved=saved) for saved in (True, False))
     usual = statistics.median(one["seconds"] for window in windows for one in window if not one["saved"])
     stall = statistics.median(one["seconds"] for window in windows for one in window if one["saved"]) - usual
     packs = [path.stat().st_size for path in folder.glob("store/runs/*/packs/*")]
@@ -288,7 +293,15 @@ def summary(times: list[dict[str, Any]], folder: Path) -> dict[str, float]:
     size = sum(packs) / kept if packs else max((sum(one) for one in files), default=0)
     ratio = statistics.median(with_save) / statistics.median(without)
     least = min(with_save) / min(without)
-    return {"ratio": ratio, "least": least, "step_seconds": usual, "stall_seconds": stall, "mib_per_save": size / 2**20}
+    processor = statistics.median(work) / statistics.median(work_without)
+    return {
+        "ratio": ratio,
+        "least": least,
+        "processor": processor,
+        "step_seconds": usual,
+        "stall_seconds": stall,
+        "mib_per_save": size / 2**20,
+    }
 
 
 def main() -> None:
@@ -309,11 +322,11 @@ def main() -> None:
         else:
             run(arguments)
         return
-    print(f"{'':14}{'time with saves: medians, minima':>34}{'stall':>10}{'MiB a save':>12}{'kill to next step':>20}")
+    print(f"{'':14}{'with saves: medians, minima, thread':>44}{'stall':>10}{'MiB a save':>12}{'kill to next step':>20}")
     for kind in arguments.only or KINDS:
         found = measure(kind, arguments)
         print(
-            f"{kind:14}{found['ratio']:>23.3f}x{found['least']:>9.3f}x{found['stall_seconds']:>9.3f}s{found['mib_per_save']:>12.1f}"
+            f"{kind:14}{found['ratio']:>23.3f}x{found['least']:>9.3f}x{found['processor']:>9.3f}x{found['stall_seconds']:>9.3f}s{found['mib_per_save']:>12.1f}"
             f"{found['restart_seconds']:>19.1f}s   (a step takes {found['step_seconds']:.3f} s)",
             flush=True,
         )
