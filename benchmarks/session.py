@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -286,11 +287,12 @@ def summary(times: list[dict[str, Any]], folder: Path) -> dict[str, float]:
     work, work_without = (_sums(windows, "processor", saved=saved) for saved in (True, False))
     usual = statistics.median(one["seconds"] for window in windows for one in window if not one["saved"])
     stall = statistics.median(one["seconds"] for window in windows for one in window if one["saved"]) - usual
-    packs = [path.stat().st_size for path in folder.glob("store/runs/*/packs/*")]
+    packs: Counter[str] = Counter()  # bytes by step: older packs wait for their collection
+    for path in folder.glob("store/runs/*/packs/*"):
+        packs[path.name.split("-")[1]] += path.stat().st_size
     saves = [path for path in folder.iterdir() if path.name.startswith(("dcp-", "checkpoint-", "step-"))]
     files = [[one.stat().st_size for one in (path, *path.rglob("*")) if one.is_file()] for path in saves]
-    kept = len(list(folder.glob("store/runs/*/checkpoints/step-*.json"))) or 1
-    size = sum(packs) / kept if packs else max((sum(one) for one in files), default=0)
+    size = statistics.median(packs.values()) if packs else max((sum(one) for one in files), default=0)
     ratio = statistics.median(with_save) / statistics.median(without)
     least = min(with_save) / min(without)
     processor = statistics.median(work) / statistics.median(work_without)
