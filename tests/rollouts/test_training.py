@@ -191,13 +191,3 @@ def test_stopped_adapters_with_a_divergence_in_bf16_learn_from_the_same_answers(
     divergence = [row["objective.kl"] for row in read_history(store, identity_of(spec))]
     assert divergence[0] == 0
     assert divergence[-1] > 0
-
-
-@pytest.mark.drill
-def test_a_changed_plan_finds_the_answers_that_its_checkpoint_names(store: Store, tmp_path: Path) -> None:
-    fields = overrides(*LAG)
-    assert train_in_ranks(1, store.url, tmp_path / "first", [(fields, "moved", 1)]) == ["PreemptedError"]
-    moved = [(overrides(*LAG, "parallel.threads=2"), "moved", None)]
-    assert train_in_ranks(1, store.url, tmp_path / "second", moved, replan=True) == [""]
-    steps = [record.step for record in answers(store, prompt_spec(*LAG), "moved") if record.lot == 0]
-    assert steps == [1, 2, 3, 4], "no answers are generated anew"
