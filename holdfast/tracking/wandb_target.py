@@ -20,6 +20,7 @@ from holdfast.runtime.environment import home, make_folder
 from holdfast.runtime.locks import lock_within
 from holdfast.spec import Spec, digest
 from holdfast.spec.errors import HungError
+from holdfast.spec.json_parsing import parse_json_object
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -120,7 +121,7 @@ class WandbTarget:
 
     def _contents(self) -> Iterator[dict[str, Any]]:
         for path in self._folder.glob(f"offline-run-*-{self._run_id}/{CONTENT}"):
-            yield json.loads(path.read_bytes())
+            yield parse_json_object(path.read_bytes(), str(path))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -31,6 +31,7 @@ KNOWN = {
     "holdfast/pipelines/backends/ray/node_probe.py": "a record of the machine",
     "holdfast/pipelines/backends/ray/task.py": "lines that runtime.output has redacted",
     "holdfast/pipelines/cli/entry.py": "redacts the crash report itself",
+    "holdfast/pipelines/cli/inference.py": "the tokens of an answer, as the model writes them",
     "holdfast/pipelines/cli/options.py": "redacts errors; results are specs and records without secrets",
     "holdfast/pipelines/step_process.py": "lines that runtime.output has redacted",
     "holdfast/pipelines/view/ui.py": "redacts the address itself",

@@ -22,6 +22,7 @@ NO_FIELDS = {"model.embed_tokens.weight", "model.safetensors", "model.safetensor
 NO_FIELDS |= {"serving.kserve.io", "serving.py"}
 NO_FIELDS |= {"data.pkl"}  # a record in torch's files
 NO_FIELDS |= {"training.yaml"}
+NO_FIELDS |= {"evaluation.loss", "evaluation.step"}  # columns of the history
 
 
 def named() -> Iterator[tuple[str, str]]:

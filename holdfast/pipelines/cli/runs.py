@@ -27,6 +27,7 @@ from holdfast.pipelines.cli.options import (
     open_chosen,
     out,
     print_json,
+    with_options,
 )
 
 if TYPE_CHECKING:
@@ -64,15 +65,27 @@ class RankOptions:
         return (self.rank, self.attempt, self.launch) != (None, None, None)
 
 
-@app.callback()
-def runs(
-    context: typer.Context,
+@dataclass(frozen=True)
+class RunSelection:
+    """Which runs are listed, and in which order."""
+
     limit: Annotated[
         int | None,
         typer.Option(
             min=0, help=f"Number of runs; 0 lists all. Default: {RUNS_SHOWN}, with --json all.", show_default=False
         ),
-    ] = None,
+    ] = None
+    where: Where = ""
+    sort: Annotated[
+        str, typer.Option("--sort", metavar="[-]FIELD", help="Sort by a field; -FIELD: the highest first.")
+    ] = ""
+
+
+@app.callback()
+@with_options
+def runs(
+    context: typer.Context,
+    selection: RunSelection,
     backend: Annotated[
         str,
         typer.Option(
@@ -82,10 +95,6 @@ def runs(
             help=f"List what this backend knows, instead of the store: {', '.join(BACKENDS)}.",
             show_default=False,
         ),
-    ] = "",
-    where: Where = "",
-    sort: Annotated[
-        str, typer.Option("--sort", metavar="[-]FIELD", help="Sort by a field; -FIELD: the highest first.")
     ] = "",
     store: StoreRoot = "",
     endpoint: Endpoint = "",
@@ -101,6 +110,7 @@ def runs(
     """
     if context.invoked_subcommand is not None:
         return
+    limit, where, sort = selection.limit, selection.where, selection.sort
     if endpoint or namespace:
         backend = backend or os.environ.get(VARIABLE, "") or (WITH_ENDPOINT if endpoint else "")
     if backend or namespace:
