@@ -107,7 +107,7 @@ class _Text:
 def csv_records(stream: BinaryIO, name: str, reading: Reading) -> Iterator[tuple[int, Record]]:
     """The documents of a .csv file, or a .tsv file by its `name`, with their rows from 1, without the header."""
     lines = _Lines(stream, reading.line_limit)
-    csv.field_size_limit(reading.line_limit)
+    limit = csv.field_size_limit(reading.line_limit)  # of the whole process
     rows = csv.reader(lines, delimiter="\t" if ".tsv" in PurePath(name).suffixes else ",", strict=True)
     columns: list[str] = []
     row = 0
@@ -127,6 +127,8 @@ def csv_records(stream: BinaryIO, name: str, reading: Reading) -> Iterator[tuple
                 yield row, _document(dict(zip(columns, values, strict=True)), reading)
     except csv.Error as error:
         raise CorruptFileError(f"is not CSV after row {row} ({error}); what follows is not read") from None
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _document(record: dict[str, str], reading: Reading) -> Record:

@@ -5,7 +5,7 @@ Importing this package does not import a tracker's package; the first call that 
 
 from holdfast.tracking.connection import TrackingUnavailable, connect
 from holdfast.tracking.interface import Status, Tracker, open_all
-from holdfast.tracking.preflight import require_trackers, require_usable
+from holdfast.tracking.preflight import require_usable
 from holdfast.tracking.registrations import Registration, registration_key, trusted_stores
 from holdfast.tracking.registry import Champion, champion, promote, registered, rollback, versions
 from holdfast.tracking.tracker import RunTracker
@@ -23,7 +23,6 @@ __all__ = [
     "promote",
     "registered",
     "registration_key",
-    "require_trackers",
     "require_usable",
     "rollback",
     "trusted_stores",

@@ -23,7 +23,6 @@ from holdfast.spec.errors import (
     MissingError,
     Problem,
     SpecError,
-    require_package,
 )
 from holdfast.spec.json_parsing import parse_json_object
 
@@ -32,12 +31,6 @@ LARGEST = 2**16  # limit of an answer in bytes
 FILES_ALLOWED = "MLFLOW_ALLOW_FILE_STORE"  # a variable of MLflow
 _DATABASES = ("postgresql", "mysql", "mssql")
 _SQLITE = "sqlite:///"
-
-
-def require_trackers(spec: Spec) -> None:
-    """Raise MissingError if the package of a tracker of `telemetry.trackers` is not installed on this machine."""
-    for name in spec.telemetry.trackers:
-        require_package(name, f"telemetry.trackers: {name}", f"remove {name} from telemetry.trackers")
 
 
 def require_usable(spec: Spec, uri: str | None = None) -> None:

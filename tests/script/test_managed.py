@@ -372,7 +372,6 @@ def test_an_exception_of_the_script_has_the_code_that_decides_a_restart(
         (["training.steps=9"], "training.steps: is not used by train.script"),
         (['telemetry.observers=["mine.py:watch"]'], "telemetry.observers: is not used by train.script"),
         (["parallel.tensor=2"], "parallel.tensor: is not used by train.script"),
-        (['data={"sources": [{"uri": "x"}]}'], "data: is not used by train.script"),
         (["train.script=null", 'train.arguments=["a"]'], "train.arguments: is not used without train.script"),
     ],
 )

@@ -106,12 +106,12 @@ def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
     cluster.away = False
     spec = tmp_path / "spec.yaml"
     spec.write_text(dump_spec(serving))
-    assert CliRunner().invoke(app, ["models", "serve", str(spec), "--store", s3_url]).exit_code == 0
+    assert CliRunner().invoke(app, ["serve", str(spec), "--store", s3_url]).exit_code == 0
     assert cluster.sources[3:] == exports[1:]
-    result = CliRunner().invoke(app, ["models", "serve", str(spec), "--store", s3_url, "--dry-run"])
+    result = CliRunner().invoke(app, ["serve", str(spec), "--store", s3_url, "--dry-run"])
     assert f"storageUri: {exports[1]}" in result.output
     spec.write_text(dump_spec(made.spec(f"serving.model_registry={{url: '{registry.url}', author: me}}")))
-    result = CliRunner().invoke(app, ["models", "serve", str(spec), "--store", s3_url, "--dry-run"])
+    result = CliRunner().invoke(app, ["serve", str(spec), "--store", s3_url, "--dry-run"])
     assert "InferenceService" not in result.output
     assert f"version 2 of story would be entered in {registry.url}" in result.output
     assert len(cluster.sources) == 4
@@ -139,7 +139,7 @@ def test_a_challenger_is_registered_but_neither_served_nor_marked_champion(
 def test_a_service_without_a_namespace_is_not_guessed_outside_a_pod(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(SpecError, match=r"serving\.kserve\.namespace.*is missing"):
-        publishing._namespace(made.spec("serving.kserve={}"))
+        publishing._namespace(made.spec("serving.kserve={}"), "kserve")
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    assert publishing._namespace(made.spec("serving.kserve={}")) is None
-    assert publishing._namespace(made.spec("serving.kserve={}", "cluster.namespace=a")) == "a"
+    assert publishing._namespace(made.spec("serving.kserve={}"), "kserve") is None
+    assert publishing._namespace(made.spec("serving.kserve={}", "cluster.namespace=a"), "kserve") == "a"

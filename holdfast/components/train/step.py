@@ -54,12 +54,13 @@ from holdfast.script.assignment import ScriptAssignment
 from holdfast.spec import ExitCode, HoldfastError, Spec, run_id
 from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.errors import DivergedError, MissingError, PreemptedError, SpecError, TerminatedError
+from holdfast.spec.packages import require_trackers
 from holdfast.spec.plan import Plan, require_plan, settings_of
 from holdfast.store import Store, layout
 from holdfast.telemetry import emit, read_events, read_history, recorded_step
 from holdfast.telemetry.events import LaunchBegan
 from holdfast.telemetry.run_metadata import write_run_metadata
-from holdfast.tracking import require_trackers, require_usable
+from holdfast.tracking import require_usable
 
 log = logging.getLogger("holdfast.train")
 

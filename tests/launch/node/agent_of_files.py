@@ -54,7 +54,9 @@ class FileWork:
         return ELEMENTS
 
     def give_up(self, step: int, failure: HoldfastError) -> None:
-        (self._folder / f"failed-{self._rank}-{step}").write_text(str(failure))
+        path = self._folder / f"failed-{self._rank}-{step}"
+        path.with_name(f"failing-{self._rank}").write_text(str(failure))
+        path.with_name(f"failing-{self._rank}").rename(path)  # another rank reads it as soon as it exists
 
     def lift(self) -> None:
         """This agent holds no commit back."""

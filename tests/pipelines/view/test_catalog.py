@@ -106,7 +106,7 @@ def test_runs_reports_unreadable_records_and_the_number_of_omitted_runs_in_one_l
     for run_id in ("aaaa", "bbbb"):
         mark_name(folder_store, "n", run_id)
     result = CliRunner().invoke(app, ["runs", "--store", folder_store.url, "--limit", "1"])
-    assert "note: 1 older runs are not shown" in result.stderr
+    assert "note: 1 more runs are not shown; --limit 0 lists all" in result.stderr
 
 
 def test_an_id_and_a_name_are_found_without_a_look_at_other_runs() -> None:

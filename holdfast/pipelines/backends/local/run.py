@@ -91,7 +91,8 @@ def run_to_end(made: LocalRun, again: str, console: Console | None = None) -> Ex
         print_summary(console, made.store, record, _newest_log(made.run_id))
         return code_of(record)
     require_machines(made)
-    from holdfast.tracking import require_trackers, require_usable
+    from holdfast.spec.packages import require_trackers
+    from holdfast.tracking import require_usable
 
     require_trackers(made.spec)
     if made.spec.is_evaluated:
