@@ -16,9 +16,10 @@ from holdfast.spec import Spec
 from holdfast.store import Store, open_store
 from tests.checkpoint.ranks import in_ranks
 from tests.rollouts.prompt_run import FIELDS, prompt_spec, train_with_code, turns_fields, write_prompts
+from tests.seeds import SEEDS
 from tests.train.ranks import identity_of, trained
 
-KILLS = int(os.environ.get("HOLDFAST_KILLS", "100"))
+KILLS = int(os.environ.get("HOLDFAST_KILLS", str(10 * SEEDS)))
 MOST_CALLS = 12  # before a kill; a step has about four
 STEPS = max(8, KILLS * 6 // 5)  # more than all attempts together compute
 RUN = (f"training.steps={STEPS}", "checkpoint.every_steps=1", "training.log_every=1000")

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from holdfast.pipelines.cli import app
 from holdfast.spec import ExitCode
+from tests.seeds import SEEDS
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FAULTS = ("rank-killed", "command-killed", "rank-told-to-leave", "rank-frozen", "store-away")
@@ -41,6 +42,7 @@ def survives(example: str, faults: tuple[str, ...], folder: Path) -> None:
 
 @pytest.mark.drill
 @pytest.mark.timeout(2400)
+@pytest.mark.skipif(len(FAULTS) > SEEDS, reason=f"HOLDFAST_TEST_SEEDS is less than {len(FAULTS)}")
 @pytest.mark.parametrize(
     ("example", "fault"),
     [(name, FAULTS[(number + SEED) % len(FAULTS)]) for number, name in enumerate((*SCRIPTS, "plugins"))],
