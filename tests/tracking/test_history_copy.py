@@ -16,8 +16,9 @@ import pytest
 
 from holdfast.spec import SpecError
 from holdfast.spec.errors import MissingError
+from holdfast.spec.packages import require_trackers
 from holdfast.store import Store
-from holdfast.tracking import Tracker, TrackingUnavailable, open_all, require_trackers
+from holdfast.tracking import Tracker, TrackingUnavailable, open_all
 from tests.tracking import made
 
 KILLS = 10
