@@ -16,7 +16,7 @@ from holdfast.spec import Spec
 from holdfast.store import Store, open_store
 from tests.checkpoint.ranks import in_ranks
 from tests.rollouts.prompt_run import FIELDS, prompt_spec, train_with_code, turns_fields, write_prompts
-from tests.seeds import SEEDS
+from tests.seeds import SEEDS, in_full
 from tests.train.ranks import identity_of, trained
 
 KILLS = int(os.environ.get("HOLDFAST_KILLS", str(10 * SEEDS)))
@@ -73,7 +73,9 @@ def places(store: Store, spec: Spec, salt: str = "") -> list[tuple[int, int, int
 
 
 @pytest.mark.drill
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(
+    "variant", ["updates", *(pytest.param(name, marks=in_full) for name in VARIANTS if name != "updates")]
+)
 def test_kills_lose_and_repeat_no_prompt(tmp_path: Path, variant: str) -> None:
     store = open_store(f"file://{tmp_path / 'store'}")
     write_prompts(store)

@@ -21,7 +21,7 @@ from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.checkpoint.saving import opened
 from tests.script.launched import digest_of_run, run_script
-from tests.seeds import SEEDS
+from tests.seeds import FEW, in_full
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "scripts"
 STEPS = 7
@@ -89,8 +89,10 @@ def _runs(
 
 @pytest.mark.drill
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("processes", [2] if SEEDS < 5 else [1, 2])
-@pytest.mark.parametrize("example", ["transformers", "accelerate", "lightning", "trl"])
+@pytest.mark.parametrize("processes", [2] if FEW else [1, 2])
+@pytest.mark.parametrize(
+    "example", ["transformers", *(pytest.param(name, marks=in_full) for name in ("accelerate", "lightning", "trl"))]
+)
 def test_a_run_of_an_example_that_is_stopped_and_killed_ends_with_the_bits_of_a_calm_one(
     example: str, processes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from holdfast.pipelines.cli import app
 from holdfast.spec import ExitCode
-from tests.seeds import SEEDS
+from tests.seeds import in_full
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FAULTS = ("rank-killed", "command-killed", "rank-told-to-leave", "rank-frozen", "store-away")
@@ -42,7 +42,7 @@ def survives(example: str, faults: tuple[str, ...], folder: Path) -> None:
 
 @pytest.mark.drill
 @pytest.mark.timeout(2400)
-@pytest.mark.skipif(len(FAULTS) > SEEDS, reason=f"HOLDFAST_TEST_SEEDS is less than {len(FAULTS)}")
+@in_full
 @pytest.mark.parametrize(
     ("example", "fault"),
     [(name, FAULTS[(number + SEED) % len(FAULTS)]) for number, name in enumerate((*SCRIPTS, "plugins"))],
@@ -55,6 +55,7 @@ def test_an_example_survives_a_fault_with_the_bits_of_an_undisturbed_run(
 
 @pytest.mark.drill
 @pytest.mark.timeout(2400)
+@in_full
 def test_a_script_survives_all_faults_in_one_run_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
     survives("loop", FAULTS, tmp_path)
 

@@ -19,6 +19,7 @@ from holdfast.spec.errors import MissingError
 from holdfast.spec.packages import require_trackers
 from holdfast.store import Store
 from holdfast.tracking import Tracker, TrackingUnavailable, open_all
+from tests.seeds import in_full
 from tests.tracking import made
 
 KILLS = 10
@@ -113,6 +114,7 @@ def test_wandb_has_each_row_once_after_ten_kills(store: Store, tmp_path: Path) -
 
 
 @pytest.mark.drill
+@in_full
 def test_trackio_has_each_row_once_after_ten_kills(store: Store, tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     for kill in range(1, KILLS + 1):

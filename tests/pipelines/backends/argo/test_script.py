@@ -15,13 +15,14 @@ from holdfast.pipelines.paths import load_spec, with_absolute_paths
 from holdfast.store import open_store
 from tests.pipelines.backends.argo.emulator import Argo, Workflow
 from tests.script.gated import Plugins, Script
+from tests.seeds import in_full
 from tests.whole import small
 from tests.whole.submitting import Submitter, until
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1800)]
 
 
-@pytest.mark.parametrize("code", [Script, Plugins])
+@pytest.mark.parametrize("code", [Script, pytest.param(Plugins, marks=in_full)])
 def test_code_of_a_user_whose_pod_is_killed_ends_with_the_bits_of_an_undisturbed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: type[Script] | type[Plugins]
 ) -> None:
