@@ -6,7 +6,7 @@ import asyncio
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -125,7 +125,7 @@ class Answers:
             yield _event({**head, "choices": [], "usage": self.usage})
         yield "data: [DONE]\n\n"
 
-    async def _parts(self) -> AsyncIterator[tuple[int, AnswerText]]:
+    async def _parts(self) -> AsyncGenerator[tuple[int, AnswerText], None]:
         """Parts of the answers as they come; the last one of each has its reason. What runs is cancelled with it."""
         texts = [TextStream(self._model.tokenizer, (*self._request.stop, *self._ends.text)) for _ in self._jobs]
         running = set(range(len(self._jobs)))

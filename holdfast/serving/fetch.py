@@ -44,7 +44,8 @@ def main(arguments: list[str]) -> int:
     try:
         if len(arguments) != 4:
             raise UsageError("usage: python -m holdfast.serving.fetch STORE EXPORT DIGEST FOLDER")
-        fetch(*arguments[:3], Path(arguments[3]))
+        store_url, export, digest, folder = arguments
+        fetch(store_url, export, digest, Path(folder))
     except HoldfastError as error:
         log.error("error: %s", error)
         return int(error.exit_code)

@@ -121,7 +121,7 @@ def bill_of_materials(facts: ModelFacts) -> Json:
         for index, (uri, source_digest) in enumerate(facts.sources)
     ]
     base = [{"type": "machine-learning-model", "bom-ref": "base", "name": facts.base}] if facts.base else []
-    files = [
+    files: list[Json] = [
         {
             "type": "file",
             "bom-ref": f"file-{name}",

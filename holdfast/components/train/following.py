@@ -77,7 +77,7 @@ def _following_events(
             for tracker in trackers:  # first: a long run has many events, and little time is left
                 _try_to(partial(tracker.finish, status), tracker)
             for tracker in trackers:
-                _try_to(lambda to=tracker: to.log_figures(figures()), tracker)
+                _try_to(partial(_log_figures, tracker, figures), tracker)
         finally:
             if traces is not None:
                 traces.close()
@@ -138,6 +138,10 @@ def _pass_on_to(listener: Callable[[], object]) -> None:
         listener()
     except Exception as error:  # noqa: BLE001 - logged, and the store has the truth
         log.warning("the ranks' events are not passed on: %s: %s", type(error).__name__, error)
+
+
+def _log_figures(tracker: Tracker, figures: Callable[[], dict[str, float]]) -> None:
+    tracker.log_figures(figures())
 
 
 def _try_to(copy: Callable[[], object], tracker: Tracker) -> None:
