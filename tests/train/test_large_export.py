@@ -15,6 +15,7 @@ import pytest
 
 from holdfast.store import layout, open_store
 from tests import empty_mlflow
+from tests.seeds import in_full
 from tests.train.large import BYTES, EXPORTS, RUN
 
 LIMIT = 2 * 2**30
@@ -88,6 +89,7 @@ def test_a_pod_of_2_gib_exports_and_registers_5_gb(tmp_path: Path) -> None:
         shutil.rmtree(tmp_path / "store", ignore_errors=True)
 
 
+@in_full
 @pytest.mark.drill
 @pytest.mark.timeout(1200)
 def test_an_export_into_a_bucket_holds_a_few_parts_and_no_shard(s3_url: str, tmp_path: Path) -> None:
