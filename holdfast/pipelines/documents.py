@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from holdfast.pipelines.paths import fill_from_model
+from holdfast.runtime.environment import make_folder
 from holdfast.spec.errors import AccessDeniedError, NoSpaceError
 from holdfast.spec.fields import find
 from holdfast.spec.load import parse_spec
@@ -54,7 +55,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write `text` to `path`, completely or not at all. Raises AccessDeniedError or NoSpaceError."""
     temporary = path.with_name(f".{path.name}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.absolute().parent)
         try:
             temporary.write_text(text, encoding="utf-8")
             temporary.replace(path)

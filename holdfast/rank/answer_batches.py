@@ -190,15 +190,16 @@ class AnswerBatches:
         places = range(first, first + len(prompts))
         key = record_key(self._spec.run_id, first_step, lot, policy, self._generator(places))
         found = find_record(self._store, key)
-        if found is None and decoder is None:  # another plan has generated it
-            for record in records_of_step(self._store, self._spec.run_id, first_step):
-                found = record if (record.lot, record.policy) == (lot, policy) else found
-        if found is None and decoder is None:
-            raise MissingError(
-                f"{self._store.url}/{key}: the answers that step {step + 1} learns from are gone; {self._remedy}"
-            )
-        if decoder is None or (found is not None and self._verified):
-            assert found is not None
+        if decoder is None:
+            if found is None:  # another plan has generated it
+                for record in records_of_step(self._store, self._spec.run_id, first_step):
+                    found = record if (record.lot, record.policy) == (lot, policy) else found
+            if found is None:
+                raise MissingError(
+                    f"{self._store.url}/{key}: the answers that step {step + 1} learns from are gone; {self._remedy}"
+                )
+            return found
+        if found is not None and self._verified:
             return found
         live = self._live_replies(prompts)
         replies = live if found is None or live is None else RecordedReplies(found.units)

@@ -69,12 +69,9 @@ class LotRecord(RecordPart):
 
     def dump(self) -> bytes:
         """The bytes of the record, with their digest. The same record always gives the same bytes."""
-        content = self._content()
+        content = json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=False).encode()
         digest = blake3(content).hexdigest()
         return b'{"content_digest":"' + digest.encode() + b'","record":' + content + b"}\n"
-
-    def _content(self) -> bytes:
-        return json.dumps(self.model_dump(mode="json"), separators=(",", ":"), allow_nan=False).encode()
 
     @property
     def tokens(self) -> list[list[list[int]]]:

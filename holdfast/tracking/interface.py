@@ -6,7 +6,7 @@ opens the trackers that a spec lists.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 
 from holdfast.spec import Spec
@@ -46,11 +46,9 @@ def open_all(spec: Spec, run_id: str, dataset_id: str, store: Store) -> list[Tra
     from holdfast.tracking.trackio_target import TrackioTarget
     from holdfast.tracking.wandb_target import WandbTarget
 
-    trackers: list[Tracker] = []
-    for name in spec.telemetry.trackers:
-        if name == "mlflow":
-            trackers.append(RunTracker.open(spec, run_id, dataset_id, store))
-        else:
-            target = WandbTarget(spec, run_id) if name == "wandb" else TrackioTarget(spec, run_id)
-            trackers.append(HistoryCopy(spec, run_id, store, target))
-    return trackers
+    opened: dict[str, Callable[[], Tracker]] = {
+        "mlflow": lambda: RunTracker.open(spec, run_id, dataset_id, store),
+        "wandb": lambda: HistoryCopy(spec, run_id, store, WandbTarget(spec, run_id)),
+        "trackio": lambda: HistoryCopy(spec, run_id, store, TrackioTarget(spec, run_id)),
+    }
+    return [opened[name]() for name in spec.telemetry.trackers]

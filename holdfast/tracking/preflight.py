@@ -1,7 +1,7 @@
-"""A check for permanent failures of trackers, before a training is paid for.
+"""A check for permanent failures of MLflow, before a training is paid for.
 
-The check of MLflow answers within seconds, without importing MLflow. An unreachable MLflow is no failure: it may be
-back when it is needed.
+It answers within seconds, without importing MLflow. An unreachable MLflow is no failure: it may be back when it is
+needed.
 """
 
 from __future__ import annotations
@@ -17,13 +17,7 @@ from holdfast.runtime import deadlines
 from holdfast.runtime.environment import tracking_uri
 from holdfast.runtime.secrets import redact
 from holdfast.spec import Spec
-from holdfast.spec.errors import (
-    AccessDeniedError,
-    DataError,
-    MissingError,
-    Problem,
-    SpecError,
-)
+from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, Problem, SpecError
 from holdfast.spec.json_parsing import parse_json_object
 
 SECONDS = 5.0

@@ -16,7 +16,7 @@ from holdfast.store import Store, open_store
 from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.rollouts.prompt_run import FIELDS, prompt_spec, train_with_code, turns_fields, write_prompts
-from tests.train.ranks import identity_of, train_in_ranks, trained
+from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
 from tests.train.test_worker import write_weights
 
 ELASTIC = ("training.determinism=elastic",)
@@ -115,6 +115,26 @@ def test_a_stopped_run_with_an_environment_learns_from_the_same_answers(store: S
     assert not any(answer.environment_error for answer in found)
     assert {len(answer.replies) for answer in found} == {2}
     assert {tuple(answer.replies) for answer in found} == {((2, 3), (5, 6))}
+
+
+def _of_another_generator(rank: int, size: int, url: str, folder: Path, runs: Runs) -> list[str]:
+    """Train runs, as a rank whose records have other keys."""
+    from holdfast.rank import answer_batches
+    from tests.train import ranks
+
+    answer_batches.GENERATOR_VERSION += 1
+    return ranks._train_all(rank, size, url, folder, runs, False, signal.SIGTERM)
+
+
+def test_answers_that_another_plan_recorded_are_found_by_their_weights(store: Store, tmp_path: Path) -> None:
+    """The weights before a checkpoint are gone, so their answers cannot be generated again."""
+    runs = [(overrides(*LAG), salt, stop) for salt, stop in (("", None), ("cut", 1))]
+    assert train_in_ranks(1, store.url, tmp_path / "first", runs) == ["", "PreemptedError"]
+    rest = [(overrides(*LAG), "cut", None)]
+    assert in_ranks(1, _of_another_generator, store.url, tmp_path / "second", rest) == [[""]]
+    spec = prompt_spec(*LAG)
+    assert trained(store, spec) == trained(store, spec, "cut")
+    assert answers(store, spec) == answers(store, spec, "cut")
 
 
 PLACES = ("generation", "between", "update")

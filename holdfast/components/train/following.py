@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from holdfast.spec import HoldfastError, Spec
@@ -43,7 +43,7 @@ def recorded_training(spec: Spec, identity: str, dataset_id: str, store: Store) 
             traces.remember(before)
         last = max((event.time for event in before), default=0.0)
         with (
-            _following_events(events, trackers, partial(_accounts, spec, identity, store), metrics, traces),
+            _following_events(events, trackers, cache(partial(_accounts, spec, identity, store)), metrics, traces),
             recorded_step(store, identity, STEP, not_before=last) as ended,
         ):
             yield ended

@@ -46,6 +46,7 @@ Where = Annotated[
         show_default=False,
     ),
 ]
+Sort = Annotated[str, typer.Option("--sort", metavar="[-]FIELD", help="Sort by a field; -FIELD: the highest first.")]
 StepName = Annotated[str, typer.Argument(metavar="[STEP]", help="One step, such as train.", show_default=False)]
 
 
@@ -76,9 +77,7 @@ class RunSelection:
         ),
     ] = None
     where: Where = ""
-    sort: Annotated[
-        str, typer.Option("--sort", metavar="[-]FIELD", help="Sort by a field; -FIELD: the highest first.")
-    ] = ""
+    sort: Sort = ""
 
 
 @app.callback()
@@ -182,9 +181,7 @@ def compare(
         list[str] | None, typer.Argument(metavar="[RUN]...", help="The runs. Default: all.", show_default=False)
     ] = None,
     where: Where = "",
-    sort: Annotated[
-        str, typer.Option("--sort", metavar="[-]FIELD", help="Sort by a field; -FIELD: the highest first.")
-    ] = "",
+    sort: Sort = "",
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="The file of the page. Default: under HOLDFAST_HOME.", show_default=False),
@@ -204,8 +201,11 @@ def compare(
 
     opened_store = open_chosen(store)
     records = [find_run(opened_store, name) for name in names] if names else all_runs(opened_store)
-    chosen = select_runs(records, where, sort)[:RUNS_SHOWN]
+    found = select_runs(records, where, sort)
+    chosen = found[:RUNS_SHOWN]
     note_unreadable(chosen)
+    if len(found) > len(chosen):
+        err(f"note: {len(found) - len(chosen)} more runs are not shown; choose fewer with --where")
     out(f"page: {write_page(opened_store, chosen, output or home() / 'reports' / 'runs.html')}")
 
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from holdfast.corpus.encode import load_tokenizer
 from holdfast.dataset import Dataset
 from holdfast.pages import render
+from holdfast.pipelines.documents import write_whole
 from holdfast.pipelines.view.report import WIDE
 from holdfast.pipelines.view.terminal import SafeConsole
 from holdfast.rollouts.records import Answer, LotRecord, recorded_steps, records_of_step
@@ -115,11 +116,7 @@ def print_rollouts(found: Rollouts) -> None:
 
 
 def write_page(found: Rollouts, path: Path) -> Path:
-    """Write the HTML page. Raises MissingError for a path that cannot be written."""
+    """Write the HTML page. Raises as `write_whole`."""
     page = render("rollouts.html", found=found, page=f"{found.run_id} · answers of step {found.step}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(page, encoding="utf-8")
-    except OSError as error:
-        raise MissingError(f"{path}: cannot be written: {error.strerror}; give another --output") from None
+    write_whole(path, page)
     return path.absolute()

@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.pages import Chart, Series, draw_chart, number, points, render
+from holdfast.pipelines.documents import write_whole
 from holdfast.pipelines.view.audit import flatten
 from holdfast.pipelines.view.catalog import RunRecord
-from holdfast.runtime.environment import make_folder
-from holdfast.spec.errors import MissingError
 from holdfast.store import Store
 from holdfast.store.parallel import in_parallel
 from holdfast.telemetry import Row, read_history
@@ -26,13 +25,8 @@ CURVES = {
 
 
 def write_page(store: Store, records: Sequence[RunRecord], path: Path) -> Path:
-    """Write the page of these runs. Returns its path. Raises MissingError for a path that cannot be written."""
-    html = draw_runs(store, records)
-    try:
-        make_folder(path.absolute().parent)
-        path.write_text(html, encoding="utf-8")
-    except OSError as error:
-        raise MissingError(f"{path}: cannot be written: {error.strerror}; give another --output") from None
+    """Write the page of these runs. Returns its path. Raises as `write_whole`."""
+    write_whole(path, draw_runs(store, records))
     return path.absolute()
 
 

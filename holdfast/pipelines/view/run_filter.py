@@ -111,13 +111,12 @@ class _Condition:
         compare = _COMPARE.get(type(kind))
         if compare is None:
             raise self._refused(node.col_offset + 1, "follows an unknown comparison", "use < <= > >= == != in")
-        if isinstance(left, list):  # tags
-            if isinstance(kind, ast.Eq | ast.In):
-                return any(compare(each, right) for each in left)
-            return all(compare(each, right) for each in left)
-        if left is None and not isinstance(kind, ast.Eq | ast.NotEq):
+        if isinstance(kind, ast.Lt | ast.LtE | ast.Gt | ast.GtE) and (left is None or right is None):
             return False
         try:
+            if isinstance(left, list):  # tags: one of them meets it, or all of them differ
+                every = isinstance(kind, ast.NotEq | ast.NotIn)
+                return (all if every else any)(compare(each, right) for each in left)
             return compare(left, right)
         except TypeError:
             message = f"is compared with {left!r}, which is of another kind"
@@ -134,12 +133,11 @@ class _Condition:
 
     def _literal(self, node: ast.expr, values: Mapping[str, Any]) -> Any:
         """A value: a number, a text, a list of them, or a word, which is a field if there is one of that name."""
-        if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | None):
             return node.value
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-            value = self._literal(node.operand, values)
-            if isinstance(value, int | float):
-                return -value
+        match node:
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as positive)):
+                return -positive
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
             return [self._literal(each, values) for each in node.elts]
         if (name := _dotted(node)) is not None:

@@ -43,13 +43,8 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
-def ids(store: Store, where: str = "", sort: str = "") -> str:
-    return (
-        "".join(sorted(found)) if not sort and (found := _letters(store, where, sort)) else _letters(store, where, sort)
-    )
-
-
-def _letters(store: Store, where: str, sort: str) -> str:
+def ids(store: Store, where: str = "", sort: str = "run") -> str:
+    """The first letters of the chosen runs, in order."""
     return "".join(record.run_id[0] for record in select_runs(all_runs(store), where, sort))
 
 
@@ -60,6 +55,8 @@ def _letters(store: Store, where: str, sort: str) -> str:
         ("not tag == x or loss > 3", "bc"), ("training.seed in [0, 2]", "ac"), ("training.seed == -1", ""),
         ("name == story", "abc"), ("evaluation.bits < 2", "a"), ("verdict == blessed", "a"), ("loss == none", "c"),
         ("loss", "ab"), ("1 < loss", None), ("3 > loss > 2", None), ("note == ''", "ac"), ("loss > 2 < 3", "ab"),
+        ("loss == None", "c"), ("loss < training.seed", ""), ("training.seed < loss", "ab"), ("tag > w", "ab"),
+        ("tag in [x, y]", "ab"), ("tag not in [x]", "c"), ("loss not in [2.5]", "bc"), ("loss < evaluation.bits", ""),
     ],
 )  # fmt: skip
 def test_a_condition_chooses_runs(store: Store, where: str, expected: str | None) -> None:
@@ -78,6 +75,9 @@ def test_a_condition_chooses_runs(store: Store, where: str, expected: str | None
         ("loss < 3 or los > 1", "position 13: 'los' is no field"),
         ("tag == a-b", "position 8: is no value; put text with other characters in quotes"),
         ("loss < 'x'", "position 8: is compared with 2.5"),
+        ("tag < 3", "position 7: is compared with ["),
+        ("tag in 3", "position 8: is compared with ["),
+        ("loss < " + "-" * 980 + "1", "position 8: is no value"),
         ("loss is 3", "position 9: follows an unknown comparison"),
         ("__import__('os').system('true')", "position 1: is no field"),
         ("loss < (lambda: 3)()", "position 8: is no value"),
