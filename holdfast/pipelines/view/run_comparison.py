@@ -42,6 +42,7 @@ def draw_runs(store: Store, records: Sequence[RunRecord]) -> str:
         "runs.html",
         store=store.url,
         metrics=metrics,
+        names=[record.run_id[:8] for record in records],
         records=[
             (record, kind, [_figure(_metrics(record).get(name)) for name in metrics])
             for record, kind in zip(records, kinds, strict=True)
