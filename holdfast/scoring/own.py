@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -122,8 +123,8 @@ def _call(use: str, function: Any, value: Any) -> Any:
 
 
 def _run(command: Sequence[str], environment: dict[str, str], name: str, minutes: float) -> None:
-    """Run a command and pass its output on. Raises UserCodeError if it cannot start, fails or takes too long. Processes
-    that it leaves behind are not waited for."""
+    """Run a command and pass its output on. Raises UserCodeError if it cannot start, fails or takes too long. Then its
+    whole process group is killed. Processes that a command leaves behind when it ends are not waited for."""
     try:
         process = subprocess.Popen(
             command,
@@ -132,6 +133,7 @@ def _run(command: Sequence[str], environment: dict[str, str], name: str, minutes
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
+            process_group=0,
         )
     except OSError as error:
         raise UserCodeError(
@@ -152,8 +154,9 @@ def _run(command: Sequence[str], environment: dict[str, str], name: str, minutes
         with suppress(subprocess.TimeoutExpired):
             code = process.wait(minutes * 60)
     finally:
-        process.kill()  # after a signal
-        process.wait()
+        if process.returncode is None:  # also after a signal
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
     reader.join(DRAIN_SECONDS)
     if reader.is_alive():
         log.warning("%s: ended, and a process that it started still has its output open; it is not waited for", name)

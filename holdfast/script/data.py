@@ -1,4 +1,4 @@
-"""DatasetRows of a prepared dataset for a training script: the batch of a step, without a position that is saved."""
+"""Rows of a prepared dataset for a training script: the batch of a step, without a position that is saved."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class DatasetRows:
 
     @property
     def rows_per_epoch(self) -> int:
-        """DatasetRows of one pass over the dataset, for all ranks together."""
+        """Rows of one pass over the dataset, for all ranks together."""
         return self._batches.samples
 
     def tokenizer_json(self) -> str:

@@ -82,8 +82,8 @@ class Evaluation(Section):
     )
     timeout_minutes: float = runtime_field(
         1440.0,
-        "Time limit of `command` for one export, in minutes. Then it is killed, and the step fails with code 22, which "
-        "is not tried again.",
+        "Time limit of `command` for one export, in minutes. Then its process group is killed, and the step fails with "
+        "code 22, which is not tried again.",
         gt=0,
         le=10_080,
     )

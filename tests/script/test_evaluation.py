@@ -195,14 +195,19 @@ def test_what_a_command_does_wrong_is_named(
         run_command(["python", "score.py"], tmp_path, 10)
 
 
-def test_a_command_that_takes_too_long_is_killed_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_takes_too_long_is_killed_with_what_it_started_and_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING, "holdfast")
+    monkeypatch.setattr(own, "DRAIN_SECONDS", 2.0)
     monkeypatch.setattr(resolve, "_entered", [tmp_path])
     began = time.monotonic()
     with pytest.raises(UserCodeError, match=r"was killed after evaluation.timeout_minutes = 0.02.*output:\s+begun"):
-        run_command(["sh", "-c", "echo begun; echo $$ > pid; exec sleep 600"], tmp_path, 0.02)
+        run_command(["sh", "-c", "echo begun; sleep 600 & echo $$ > pid; wait"], tmp_path, 0.02)
     assert time.monotonic() - began < 60
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+    assert "still has its output open" not in caplog.text  # the process that it started is dead, too
 
 
 def test_the_time_limit_is_for_commands_and_in_no_key(home: Path, tmp_path: Path) -> None:
