@@ -12,16 +12,15 @@ from torch import nn
 from holdfast.checkpoint import open_checkpoint
 from holdfast.code import resolve
 from holdfast.code.closure import role_digest
-from holdfast.code.resolve import publish_code, resolve_code
+from holdfast.code.resolve import resolve_code
 from holdfast.engines.torch.own_optimizer import own_optimizer
 from holdfast.engines.weights import state_prefix
 from holdfast.spec import Spec, run_id
 from holdfast.spec.errors import SpecError, UserCodeError
-from holdfast.spec.functions import Function, code_arguments, rank_functions
-from tests.checkpoint.ranks import in_ranks
-from tests.code.test_roles import _train
-from tests.train.ranks import identity_of, trained
-from tests.train.tiny_run import new_store, tiny_spec
+from holdfast.spec.functions import Function
+from tests.code.runs import calm_and_killed
+from tests.train.ranks import identity_of
+from tests.train.tiny_run import tiny_spec
 
 LION = """
 import torch
@@ -61,17 +60,14 @@ def with_optimizer(folder: Path, code: str = LION, **changes: Any) -> Spec:
     return resolve_code(Spec.model_validate(tree), folder)
 
 
-def test_a_training_that_was_killed_has_the_bits_of_one_that_was_not(tmp_path: Path) -> None:
-    spec = with_optimizer(tmp_path / "code")
-    functions = code_arguments(spec.code, rank_functions(spec))[-1]
-    results = []
-    for name, kills in (("calm", (0,)), ("killed", (7, 0))):
-        store = new_store(tmp_path / name)
-        publish_code(spec, store)
-        for kill in kills:
-            in_ranks(1, _train, store.url, tmp_path / f"ranks-{name}-{kill}", spec, kill, functions)
-        results.append(trained(store, spec))
-    assert results[0] == results[1]
+@pytest.mark.parametrize(
+    ("ranks", "strategy"), [(1, "ddp"), *(pytest.param(2, each, marks=pytest.mark.drill) for each in ("ddp", "fsdp"))]
+)
+def test_a_training_that_was_killed_has_the_bits_of_one_that_was_not(tmp_path: Path, ranks: int, strategy: str) -> None:
+    spec = with_optimizer(tmp_path / "code", parallel__processes=ranks, parallel__strategy=strategy)
+    store, calm, killed = calm_and_killed(spec, tmp_path, ranks)
+    assert len(calm["history"]) == 12
+    assert calm == killed
     names = open_checkpoint(store, identity_of(spec), 12).tensors
     averages = {name for name in names if name.startswith(state_prefix("average"))}
     assert averages == {state_prefix("average") + name for name in names if not name.startswith("optimizer.")}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,13 +27,13 @@ from holdfast.rank.worker import work
 from holdfast.scoring.score import own_metrics
 from holdfast.spec import Spec
 from holdfast.spec.errors import DataError, UserCodeError
-from holdfast.spec.functions import Function, code_arguments, rank_functions
+from holdfast.spec.functions import Function
 from holdfast.spec.training import ObjectiveChoice
 from holdfast.store import Store, layout, open_store
-from tests.checkpoint.ranks import in_ranks
 from tests.code.conftest import MINE, MakeFile
-from tests.train.ranks import identity_of, join, launch, trained
-from tests.train.tiny_run import new_store, tiny_spec
+from tests.code.runs import calm_and_killed, functions_of
+from tests.train.ranks import identity_of, launch
+from tests.train.tiny_run import tiny_spec
 
 
 @pytest.fixture
@@ -246,28 +244,6 @@ def test_an_observer_that_fails_is_left_out_and_ends_nothing(
 # A training with all of them
 
 
-class _Killer(logging.Handler):
-    """Kills this process when the progress line of a step appears."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self._step = step
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage().startswith(f"step {self._step}/"):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _train(rank: int, size: int, url: str, folder: Path, spec: Spec, killed_after: int, functions: str) -> None:
-    folder.mkdir(exist_ok=True)
-    join(folder, rank, size, always=False)
-    training = logging.getLogger("holdfast.train")
-    training.setLevel(logging.INFO)
-    training.addHandler(_Killer(killed_after))
-    store = open_store(url)
-    work(store, identity_of(spec), launch(store, spec), PreemptionSignal(), None, spec.code, functions)
-
-
 def test_a_training_with_its_own_objective_that_was_killed_has_the_bits_of_one_that_was_not(
     make_spec_file: MakeFile, tmp_path: Path
 ) -> None:
@@ -277,16 +253,9 @@ def test_a_training_with_its_own_objective_that_was_killed_has_the_bits_of_one_t
     tree["training"]["objective"] = {"use": "mine.py:focal", "gamma": 1.5}
     tree["telemetry"] = {"observers": ["mine.py:watch"]}
     spec = resolve_code(Spec.model_validate(tree), tmp_path / "project")
-    functions = code_arguments(spec.code, rank_functions(spec))[-1]
-    results = []
-    for name, kills in (("calm", (0,)), ("killed", (7, 0))):
-        store = new_store(tmp_path / name)
-        publish_code(spec, store)
-        for kill in kills:
-            in_ranks(1, _train, store.url, tmp_path / "ranks", spec, kill, functions)
-        results.append(trained(store, spec))
-        assert len(results[-1]["history"]) == 12
-    assert results[0] == results[1]
-    changed = functions.replace("1.5", "2.5")
+    store, calm, killed = calm_and_killed(spec, tmp_path)
+    assert len(calm["history"]) == 12
+    assert calm == killed
+    changed = functions_of(spec).replace("1.5", "2.5")
     with pytest.raises(DataError, match="changed after the launch"):
         work(store, identity_of(spec), launch(store, spec), PreemptionSignal(), None, spec.code, changed)

@@ -102,7 +102,7 @@ def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan:
         launch_number = gang.broadcast(launch(store, spec, salt, replan=replan) if rank == 0 else None, int | None)
         leave = PreemptionSignal()
         leave.listen()
-        stopper = _Stopper(stop_after if rank == 0 else None, number)
+        stopper = Stopper(stop_after if rank == 0 else None, number)
         logging.getLogger("holdfast.train").addHandler(stopper)
         logging.getLogger("holdfast.train").setLevel(logging.INFO)
         try:
@@ -131,7 +131,7 @@ def identity_of(spec: Spec, salt: str = "") -> str:
     return run_id(spec, DATASET_ID, salt, first_weights_digest(spec))
 
 
-class _Stopper(logging.Handler):
+class Stopper(logging.Handler):
     """Sends a signal to this process when the progress line of a step appears."""
 
     def __init__(self, step: int | None, number: int) -> None:
