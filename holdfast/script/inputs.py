@@ -219,17 +219,48 @@ def _place(listing: _InputListing, folder: Path) -> Path:
     if is_hub(uri):
         prefix, kind = _kind_of(uri)
         place = parse_place(f"{SCHEME}{uri.removeprefix(prefix)}")
-        return fetch_files(place, [file.path for file in listing.files], kind)
+        names = [file.path for file in listing.files]
+        path = fetch_files(place, names, kind)
+        if damaged := _damaged(listing, path):
+            for file in damaged:
+                file.resolve().unlink(missing_ok=True)
+                file.unlink(missing_ok=True)
+            path = fetch_files(place, names, kind)
+            if damaged := _damaged(listing, path):
+                raise DataError(f"{uri}: {damaged[0].name} has other bytes than the Hub lists; run again later")
+        return path
     if not uri.startswith("s3://"):
         return Path(uri)
     url, key = _bucket(uri)
     store = open_store(url)
     if store.stat(key) is None:
-        copies = local_folder(store, key, folder, _is_visible)
-        return copies or folder  # emptied since: `_record` finds no files
-    path = folder / listing.files[0].path
-    store.download(key, path)
+        path = local_folder(store, key, folder, _is_visible) or folder  # emptied since: `_record` finds no files
+    else:
+        path = folder / listing.files[0].path
+        store.download(key, path)
+    if tuple(_list_bucket(uri)) != listing.files:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise _changed(uri)
     return path
+
+
+def _damaged(listing: _InputListing, path: Path) -> list[Path]:
+    """The files of a fetched repository that do not have the digests that the Hub lists."""
+    from huggingface_hub.utils.sha import git_hash, sha_fileobj
+
+    damaged = []
+    for listed in listing.files:
+        file = path if path.is_file() else path / listed.path
+        algorithm, _, expected = listed.digest.partition(":")
+        with file.open("rb") as stream:
+            found = sha_fileobj(stream).hex() if algorithm == "sha256" else git_hash(stream.read())
+        if found != expected:
+            damaged.append(file)
+    return damaged
+
+
+def _changed(uri: str) -> DataError:
+    return DataError(f"{uri}: changed while it was read; run again when no process writes to it")
 
 
 # What this node has fetched or hashed before: the path, and the size and time of each file
@@ -262,7 +293,7 @@ def _record(record: Path, path: Path, listing: _InputListing) -> None:
     single = path.is_file()
     found = _FetchedInput(path=str(path), single=single, files=_stamps(path, single))
     if sorted(found.files) != sorted(file.path for file in listing.files):
-        raise DataError(f"{listing.uri}: changed while it was read; run again when no process writes to it")
+        raise _changed(listing.uri)
     with tempfile.NamedTemporaryFile("w", dir=record.parent, prefix=".record-", delete=False) as written:
         written.write(found.model_dump_json())
     Path(written.name).replace(record)

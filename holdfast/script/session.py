@@ -8,10 +8,8 @@ its own. The session owns no loop, no model and no optimizer.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
@@ -35,7 +33,6 @@ from holdfast.checkpoint import (
     read_manifest,
 )
 from holdfast.checkpoint.lineage import newest_step
-from holdfast.code.packages import installed_packages
 from holdfast.collectives import Gang
 from holdfast.dataset import Dataset
 from holdfast.launch.device import device_name, local_device
@@ -43,7 +40,7 @@ from holdfast.launch.exits import RankRecord
 from holdfast.rank.checkpoint_policy import CheckpointPolicy, failures_before, near_tiers, upload_rate
 from holdfast.rank.measure.energy_meter import Meter
 from holdfast.rank.measure.phase_timer import PhaseTimeReporter
-from holdfast.rank.plan import claim, require_equal_packages, require_one_plan, surroundings_of
+from holdfast.rank.plan import claim
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import make_deterministic
 from holdfast.runtime.environment import cache_dir
@@ -52,21 +49,21 @@ from holdfast.script.data import DatasetRows
 from holdfast.script.export import write_export
 from holdfast.script.history import ScriptHistory
 from holdfast.script.interface import PreemptionExit, Session, StopExit
+from holdfast.script.plan import agree_on_plan
 from holdfast.script.seeding import key_fetches, seed_all
 from holdfast.script.state import ScriptState
 from holdfast.script.tree import StateError
+from holdfast.script.unreported import UnreportedUpdates
 from holdfast.spec.errors import ExitCode, UserCodeError
-from holdfast.spec.identity import digest
 from holdfast.spec.plan import Plan, require_plan
 from holdfast.store import Store
 from holdfast.telemetry import emit, phases
 from holdfast.telemetry.channel import set_source
-from holdfast.telemetry.events import AttemptBegan, WarningIssued
+from holdfast.telemetry.events import AttemptBegan
 from holdfast.telemetry.serving import showing_metrics
 
 log = logging.getLogger("holdfast.script")
 
-UNREPORTED_UPDATES = 100  # optimizer steps without session.step, after which a warning is due
 UNKNOWN_STEPS = 1 << 60  # a step that no run reaches: the script does not say how many it needs
 
 
@@ -107,7 +104,6 @@ class ManagedSession(Session):
         self._left = False  # all ranks leave
         self._steps: int | None = None
         self._dataset: Dataset | None = None
-        self._updates: Counter[int] = Counter()  # steps of each optimizer before the first session.step
 
     def restore(self, *, per_rank: Mapping[str, Any] = {}, steps: int | None = None, **state: Any) -> int:
         """See Session."""
@@ -120,7 +116,7 @@ class ManagedSession(Session):
         launched.leave.join()
         self._gang = gang = Gang()
         device = local_device(assignment.accelerator)
-        plan = self._plan(device)
+        plan = agree_on_plan(assignment, device, gang)
         claiming = partial(
             claim,
             launched.store,
@@ -350,6 +346,7 @@ class ManagedSession(Session):
         self._stack.enter_context(closing(self._checkpointer))
         if self._checkpointer.near_start is not None:  # no checkpoint yet
             self._checkpointer.save(start, self._state.saved(self._state.live()), {})
+        self._unreported = UnreportedUpdates(reports=gang.rank == 0, verifies=assignment.stop_at is not None)
         hook = register_optimizer_step_pre_hook(self._before_update)
         self._stack.callback(hook.remove)
 
@@ -361,17 +358,7 @@ class ManagedSession(Session):
             phases.enter("optimizer")
             return
         phases.enter("script")
-        self._updates[id(optimizer)] += 1
-        if self._updates[id(optimizer)] == UNREPORTED_UPDATES:
-            message = (
-                f"the script made {UNREPORTED_UPDATES} optimizer steps after session.restore without session.step: "
-                "nothing is saved, and a failure repeats them; call session.step(step + 1) after each optimizer step"
-            )
-            if self._assignment.stop_at is not None:  # a verification would last as long as the whole run
-                raise StateError(message)
-            if self._gang.rank == 0:
-                log.warning("%s", message)
-                emit(WarningIssued(message=message))
+        self._unreported.count(optimizer)
 
     def _next(self, step: int) -> None:
         """Prepare the step after `step`."""
@@ -399,27 +386,6 @@ class ManagedSession(Session):
         if threading.current_thread() is threading.main_thread() and not self._launched.leave.listens():
             log.warning("a library replaced the handler of SIGTERM; the one of Holdfast is installed again")
             self._launched.leave.listen()
-
-    def _plan(self, device: torch.device) -> Plan:
-        """The plan of this gang. A collective call."""
-        assignment = self._assignment
-        packages = installed_packages()
-        plan = Plan(
-            settings={
-                "parallel.strategy": "script",
-                "parallel.processes": assignment.processes,
-                "parallel.threads": assignment.threads,
-                "cluster.accelerator": assignment.accelerator,
-                "cluster.nodes": self.world_size // assignment.processes,
-            },
-            surroundings=surroundings_of(device, "script")
-            | {"packages": digest(packages), "variable PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "not set")},
-        )
-        plans = self._gang.all_gather(plan, Plan)
-        if len({each.surroundings["packages"] for each in plans}) > 1:
-            require_equal_packages(self._gang.all_gather(packages, list[str]), assignment.determinism)
-        require_one_plan(plans, assignment.determinism)
-        return plan
 
     def _accept(self, plan: Plan, manifest: Manifest) -> None:
         require_plan(manifest.segments, plan, self._assignment.determinism, self._launched.replan)

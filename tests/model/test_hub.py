@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import constants
+from huggingface_hub.utils.sha import git_hash
 
 from holdfast.model.hub import Place, hub_file, parse_place, require_weights, weights_digest
 from holdfast.model.hugging_face import open_weights
@@ -67,7 +68,7 @@ class _Handler(BaseHTTPRequestHandler):
                 digest = hashlib.sha256(file.read_bytes()).hexdigest()
                 size = file.stat().st_size
                 lfs = {"lfs": {"size": size, "sha256": digest, "pointerSize": 1}} if "safetensors" in name else {}
-                files.append({"rfilename": name, "size": size, "blobId": digest[:40], **lfs})
+                files.append({"rfilename": name, "size": size, "blobId": git_hash(file.read_bytes()), **lfs})
             answer = {"id": "tiny/llama", "sha": self.server.commit, "siblings": files}
             self._send(200, json.dumps(answer).encode(), body)
         elif path.startswith(self.server.files):

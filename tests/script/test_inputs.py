@@ -135,6 +135,28 @@ def test_objects_of_a_bucket_are_fetched_once_and_again_after_a_change(s3_url: s
         fetch_input("words", uri, digest, tmp_path / "other")
 
 
+@pytest.mark.parametrize("key", ["few/words.txt", "few"])
+def test_an_object_that_changes_while_it_is_fetched_is_refused(
+    s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    store = open_store(s3_url)
+    store.put("few/words.txt", b"a b c")
+    uri, digest = place(load_spec(write(tmp_path, f"{s3_url}/{key}")))
+    download = type(store).download
+
+    def replaced(self: Store, name: str, path: Path) -> None:
+        store.put("few/words.txt", b"x y z")
+        download(self, name, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(store), "download", replaced)
+        with pytest.raises(DataError, match="changed while it was read"):
+            fetch_input("words", uri, digest, tmp_path / "cache")
+    store.put("few/words.txt", b"a b c")
+    path = fetch_input("words", uri, digest, tmp_path / "cache")
+    assert (path if path.is_file() else path / "words.txt").read_bytes() == b"a b c"
+
+
 @pytest.fixture(params=["models", "datasets"])
 def hub(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     folder = tmp_path / "repository"
@@ -153,6 +175,8 @@ def test_a_repository_is_pinned_to_a_commit_when_the_run_is_submitted(hub: Hub, 
     assert not any("resolve" in request for request in hub.requests)
     path = fetch_input("words", uri, digest, tmp_path / "cache")
     assert [(file.name, file.read_text()) for file in path.iterdir()] == [("words.txt", "a b c")]
+    (path / "words.txt").write_text("x y z")  # damage in the cache
+    assert (fetch_input("words", uri, digest, tmp_path / "cache") / "words.txt").read_text() == "a b c"
     uri, digest = place(load_spec(write(tmp_path, f"hf://{owner}/llama/deep/words.txt")))
     assert fetch_input("words", uri, digest, tmp_path / "cache").read_text() == "a b c"
     asked = len(hub.requests)

@@ -372,6 +372,20 @@ def test_an_exception_of_the_script_has_the_code_that_decides_a_restart(
         (["training.steps=9"], "training.steps: is not used by train.script"),
         (['telemetry.observers=["mine.py:watch"]'], "telemetry.observers: is not used by train.script"),
         (["parallel.tensor=2"], "parallel.tensor: is not used by train.script"),
+        (["data.document_masks=true"], "data.document_masks: is not used by train.script"),
+        (["data.sources=[{uri: x}]", "data.chat.template=x"], "data.chat.template: is not used by data.kind: text"),
+        (["telemetry.trackers=[wandb,wandb]"], "telemetry.trackers.1: is listed twice"),
+        (["cluster.steps.preprocess.memory=0"], "cluster.steps.preprocess.memory: requests nothing"),
+        (["cluster.environment.HOLDFAST_CACHE_GIB='100000'"], "HOLDFAST_CACHE_GIB: is above cluster"),
+        (
+            [
+                "cluster.scheduler=volcano",
+                "cluster.queue=a",
+                "cluster.job=pytorchjob",
+                "cluster.topology.placement=require",
+            ],
+            "cluster.topology.placement: has no effect in Volcano",
+        ),
         (["train.script=null", 'train.arguments=["a"]'], "train.arguments: is not used without train.script"),
     ],
 )

@@ -62,21 +62,24 @@ def check_tokenizer(spec: Spec) -> Iterator[Problem]:
         yield Problem("data.tokenizer.path", tokenizer.path, "is not used by kind: bpe", "remove it, or use kind: file")
 
 
+def check_plain_text(spec: Spec) -> Iterator[Problem]:
+    """Text has no map of fields, and no chat template."""
+    data = spec.data
+    if data.kind != "text":
+        return
+    for index, source in enumerate(data.sources):
+        if source.fields is not None:
+            remedy = "remove it, and name the key of the text in text_field"
+            yield Problem(f"data.sources.{index}.fields", "a map", "is not used by data.kind: text", remedy)
+    if data.chat.template is not None:
+        message, remedy = "is not used by data.kind: text", "remove it, or use another kind"
+        yield Problem("data.chat.template", data.chat.template, message, remedy)
+
+
 def check_chat(spec: Spec) -> Iterator[Problem]:
     """Conversations have a template, a tokenizer with its tokens, and masks between them."""
     data = spec.data
     if data.kind == "text":
-        for index, source in enumerate(data.sources):
-            if source.fields is not None:
-                remedy = "remove it, and name the key of the text in text_field"
-                yield Problem(f"data.sources.{index}.fields", "a map", "is not used by data.kind: text", remedy)
-        if data.chat.template is not None:
-            yield Problem(
-                "data.chat.template",
-                data.chat.template,
-                "is not used by data.kind: text",
-                "remove it, or use another kind",
-            )
         return
     keys = {
         "chat": "`messages`",
