@@ -20,13 +20,12 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from holdfast.launch.accelerators import ACCELERATORS, network_variables
 from holdfast.launch.exits import NodeExit, parse_exit_report, root_cause
+from holdfast.launch.gang import gang_environment, torchrun_arguments
 from holdfast.launch.interface import LEAVE_MARGIN, GangExit, Job
 from holdfast.launch.ray.node import Node
 from holdfast.launch.ray.placement_group import GangReservation, fits, nodes_of, options_of
 from holdfast.launch.reporting import LaunchLog
-from holdfast.runtime import sealing
 from holdfast.runtime.environment import make_folder
 from holdfast.runtime.node import NODE_NAME
 from holdfast.spec.cluster import amount
@@ -127,12 +126,11 @@ class RayLauncher:
         make_folder(self._logs)
         path = self._logs / f"launch-{job.launch:06d}.log"
         results: queue.SimpleQueue[tuple[int, tuple[int, str]]] = queue.SimpleQueue()
-        key = sealing.new_key()
+        shared = gang_environment(job, count, addresses[0][0], int(addresses[0][1]))
         with _Log(path) as printed:
             for rank, node in enumerate(nodes):
-                environment = _environment(job, count, addresses[0][0], addresses[0][1], rank, key)
-                environment[NODE_NAME] = addresses[rank][2]
-                stream = node.run.options(num_returns="streaming").remote(_torchrun(job), environment)
+                environment = {**shared, "PET_NODE_RANK": str(rank), NODE_NAME: addresses[rank][2]}
+                stream = node.run.options(num_returns="streaming").remote(torchrun_arguments(job), environment)
                 threading.Thread(target=_follow, args=(rank, stream, printed, results), daemon=True).start()
             outcomes = self._wait(nodes, results)
         return _gang_exit(outcomes, [place[2] for place in addresses], printed.tail, path)
@@ -212,30 +210,6 @@ def _count(job: Job) -> int:
         return nodes.max
     fitting = sum(fits(bundle(job), node) for node in nodes_of(job.excluded_nodes))
     return max(nodes.min, min(nodes.max, fitting))
-
-
-def _torchrun(job: Job) -> list[str]:
-    torchrun = ["-m", "holdfast.launch.torchrun", f"--nproc-per-node={job.processes}", "--max-restarts=0"]
-    torchrun += ["--monitor-interval=0.1", f"--shutdown-timeout={max(1, int(job.grace_seconds))}"]
-    return [*torchrun, f"--rdzv-conf=timeout={job.cluster.nodes.rendezvous_seconds}", *job.command]
-
-
-def _environment(job: Job, count: int, address: str, port: int, rank: int, key: str) -> dict[str, str]:
-    """The variables of a node's ranks in addition to their machine's. The only secret is the key of the launch."""
-    return {
-        **ACCELERATORS[job.cluster.accelerator].environment,
-        **network_variables(job.cluster.accelerator, job.cluster.network),
-        **job.cluster.environment,
-        **job.environment,
-        "OMP_NUM_THREADS": str(job.threads),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PET_NNODES": str(count),
-        "PET_NODE_RANK": str(rank),
-        "PET_MASTER_ADDR": address,
-        "PET_MASTER_PORT": str(port),
-        "PET_RDZV_ID": f"{job.run_id}-{job.launch}",
-        sealing.VARIABLE: key,
-    }
 
 
 def _follow(rank: int, stream: Any, printed: _Log, ended: queue.SimpleQueue[tuple[int, tuple[int, str]]]) -> None:

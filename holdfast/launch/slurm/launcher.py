@@ -20,13 +20,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from holdfast.launch.accelerators import ACCELERATORS, network_variables
 from holdfast.launch.exits import FILE_VARIABLE, NodeExit, as_exit_code, parse_exit_report
-from holdfast.launch.gang_exit import gang_exit_of
+from holdfast.launch.gang import gang_environment, gang_exit_of, torchrun_arguments
 from holdfast.launch.interface import LEAVE_MARGIN, GangExit, Job
 from holdfast.launch.reporting import LaunchLog
 from holdfast.launch.slurm.environment import own_job, without_step
-from holdfast.runtime import sealing
 from holdfast.runtime.environment import make_folder
 from holdfast.runtime.node import free_port
 from holdfast.runtime.output import redacted_pieces
@@ -148,27 +146,15 @@ def _command(job: Job, nodes: int) -> list[str]:
     ]
     if cores := os.environ.get("SLURM_CPUS_PER_TASK"):  # srun no longer takes it from the allocation
         step.append(f"--cpus-per-task={cores}")
-    torchrun = ["-m", "holdfast.launch.torchrun", f"--nproc-per-node={job.processes}", "--max-restarts=0"]
-    torchrun += ["--monitor-interval=0.1", f"--shutdown-timeout={max(1, int(job.grace_seconds))}"]
-    torchrun += [f"--rdzv-conf=timeout={job.cluster.nodes.rendezvous_seconds}"]
     # The interpreter of the batch job: all nodes see Python environments at the same path.
-    return [*step, "bash", "-c", ON_NODE, "node", sys.executable, *torchrun, *job.command]
+    return [*step, "bash", "-c", ON_NODE, "node", sys.executable, *torchrun_arguments(job)]
 
 
 def _environment(job: Job, hosts: Sequence[str], endings: Path) -> dict[str, str]:
+    # The port is free here, and this is the first node, where the ranks meet. Only srun's environment has the key.
     return {
         **for_ranks(without_step(os.environ)),
-        **ACCELERATORS[job.cluster.accelerator].environment,
-        **network_variables(job.cluster.accelerator, job.cluster.network),
-        **job.cluster.environment,
-        **job.environment,
-        "OMP_NUM_THREADS": str(job.threads),
-        "TORCH_CPP_LOG_LEVEL": "ERROR",
-        "PET_NNODES": str(len(hosts)),
-        "PET_MASTER_ADDR": _address(hosts[0]),
-        "PET_MASTER_PORT": str(free_port()),  # this is the first node, where the ranks meet
-        "PET_RDZV_ID": f"{job.run_id}-{job.launch}",
-        sealing.VARIABLE: sealing.new_key(),  # only in the environment of srun, which passes it to the nodes
+        **gang_environment(job, len(hosts), _address(hosts[0]), free_port()),
         "HOLDFAST_NODE_EXITS": str(endings),
     }
 

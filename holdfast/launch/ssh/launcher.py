@@ -25,16 +25,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from holdfast.launch.accelerators import ACCELERATORS, network_variables
 from holdfast.launch.exits import NodeExit, parse_exit_report
-from holdfast.launch.gang_exit import gang_exit_of
+from holdfast.launch.gang import gang_environment, gang_exit_of, torchrun_arguments
 from holdfast.launch.interface import LEAVE_MARGIN, GangExit, Job
 from holdfast.launch.local.launcher import only_one_here
 from holdfast.launch.reporting import LaunchLog
 from holdfast.launch.ssh.frames import EVENT, HEARTBEAT_SECONDS, OUTPUT, READY, REPORT, frames_of
 from holdfast.launch.ssh.hosts import Host
 from holdfast.launch.ssh.node import STOP
-from holdfast.runtime import sealing
 from holdfast.runtime.environment import make_folder
 from holdfast.runtime.node import NODE_NAME
 from holdfast.runtime.output import LineCutter, without_controls
@@ -48,6 +46,7 @@ log = logging.getLogger("holdfast.launch")
 COMMAND = "HOLDFAST_SSH"  # the ssh command, such as `ssh -F FILE`
 CONNECT_SECONDS = 60.0  # from the start of ssh to the greeting of the node
 TAIL_LINES = 40
+WAITING_LINES = 1024  # pieces of output that wait for the log; then the nodes wait
 SSH_FAILED = 255  # ssh's own exit code
 OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15")
 NODE = "holdfast.launch.ssh.node"
@@ -60,9 +59,8 @@ _OF_THIS_MACHINE = frozenset(
     """.split()
 )
 
-
-# What a node prints, line by line; None when it has ended.
-_Output: TypeAlias = "queue.SimpleQueue[tuple[_Node, str | None]]"
+# What a node prints, in whole lines; None when it has ended.
+_Output: TypeAlias = "queue.Queue[tuple[_Node, str | None]]"
 
 
 class SshLauncher:
@@ -92,8 +90,8 @@ class SshLauncher:
         self._grace = job.grace_seconds
         make_folder(self._logs)
         path = self._logs / f"launch-{job.launch:06d}.log"
-        output: _Output = queue.SimpleQueue()
-        nodes = self._nodes = self._connect(job, output)
+        output: _Output = queue.Queue(WAITING_LINES)
+        nodes = self._connect(job, output)
         try:
             if self._stop_requested.is_set():
                 return GangExit(ExitCode.TERMINATED, (), "stopped before the launch")
@@ -101,6 +99,7 @@ class SshLauncher:
                 reason = f"{len(nodes)} machines answered, and cluster.nodes.min is {job.cluster.nodes.min}"
                 return GangExit(ExitCode.RENDEZVOUS_TIMEOUT, (), reason, elsewhere=True)
             self._start(job, nodes)
+            self._nodes = nodes
             if self._stop_requested.is_set():  # stopped in between
                 self.stop()
             tail = self._follow(nodes, output, path)
@@ -108,8 +107,8 @@ class SshLauncher:
             _close(nodes)
         reports = {node.host.name: node.report for node in nodes}
         code = ExitCode.KILLED if any(node.code for node in nodes) else ExitCode.OK  # of a node without a report
-        silent = [node for node in nodes if not node.report and node.complaint]
-        silence = " ".join(f"{node.host.name}: {node.complaint}." for node in silent)
+        silent = [node for node in nodes if not node.report and node.last_error]
+        silence = " ".join(f"{node.host.name}: {node.last_error}." for node in silent)
         return gang_exit_of(code, reports, tail, path, silence=silence, elsewhere=len(self._hosts) > len(nodes))
 
     def stop(self) -> None:
@@ -131,12 +130,16 @@ class SshLauncher:
         while len(nodes) < wanted and waiting and not self._stop_requested.is_set():
             count = min(wanted - len(nodes), len(waiting))
             tried = [_Node(waiting.popleft(), output) for _ in range(count)]
+            deadline = time.monotonic() + CONNECT_SECONDS
             try:
                 for node in tried:
-                    if node.ready(CONNECT_SECONDS):
+                    while not node.has_answered(HEARTBEAT_SECONDS) and time.monotonic() < deadline:
+                        for each in nodes:  # they wait for their job
+                            each.beat()
+                    if node.is_ready():
                         nodes.append(node)
                     else:
-                        log.warning("%s: no connection: %s", node.host.name, node.complaint or "no answer")
+                        log.warning("%s: no connection: %s", node.host.name, node.last_error or "no answer")
                         node.close()
             except BaseException:
                 _close([*nodes, *tried])
@@ -148,29 +151,11 @@ class SshLauncher:
         first = nodes[0]
         variables = {
             **{name: value for name, value in for_ranks(os.environ).items() if _is_passed(name)},
-            **ACCELERATORS[job.cluster.accelerator].environment,
-            **network_variables(job.cluster.accelerator, job.cluster.network),
-            **job.cluster.environment,
-            **job.environment,
-            "OMP_NUM_THREADS": str(job.threads),
-            "TORCH_CPP_LOG_LEVEL": "ERROR",
-            "PET_NNODES": str(len(nodes)),
-            "PET_MASTER_ADDR": first.host.address or _host_name(first.host.name),
-            "PET_MASTER_PORT": str(first.port),
-            "PET_RDZV_ID": f"{job.run_id}-{job.launch}",
-            sealing.VARIABLE: sealing.new_key(),  # through the encrypted connection, and in no command line
+            **gang_environment(job, len(nodes), first.host.address or _host_name(first.host.name), first.port),
         }
-        arguments = [
-            f"--nproc-per-node={job.processes}",
-            "--max-restarts=0",
-            "--monitor-interval=0.1",
-            f"--shutdown-timeout={max(1, int(job.grace_seconds))}",
-            f"--rdzv-conf=timeout={job.cluster.nodes.rendezvous_seconds}",
-            *job.command,
-        ]
         for number, node in enumerate(nodes):
             own = {**variables, "PET_NODE_RANK": str(number), NODE_NAME: node.host.name}
-            order = {"arguments": arguments, "environment": own, "address": node.host.address}
+            order = {"arguments": torchrun_arguments(job), "environment": own, "address": node.host.address}
             node.send(json.dumps(order).encode())
 
     def _follow(self, nodes: Sequence[_Node], output: _Output, path: Path) -> tuple[str, ...]:
@@ -203,7 +188,8 @@ class _Node:
         self.report: NodeExit | None = None
         self._output, self._token = output, secrets.token_hex(16)
         self._answered, self._sending, self._beaten = threading.Event(), threading.Lock(), time.monotonic()
-        self._version, self._last_error = "", ""
+        self._version = ""
+        self.last_error = ""  # the last line that ssh or the node printed as an error
         remote = shlex.join([sys.executable, "-m", NODE, self._token])
         self._process = subprocess.Popen(
             [*shlex.split(os.environ.get(COMMAND, "ssh")), *OPTIONS, host.name, remote],
@@ -217,15 +203,12 @@ class _Node:
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
-    @property
-    def complaint(self) -> str:
-        """The last line that ssh or the node printed as an error."""
-        return self._last_error
+    def has_answered(self, seconds: float) -> bool:
+        """Whether the node has greeted or ended, after waiting at most `seconds`."""
+        return self._answered.wait(seconds)
 
-    def ready(self, seconds: float) -> bool:
-        """Whether the node has greeted within `seconds`. Raises MissingError if Holdfast is not there, or is another
-        version."""
-        self._answered.wait(seconds)
+    def is_ready(self) -> bool:
+        """Whether the node has greeted. Raises MissingError if Holdfast is not there, or is another version."""
         if self.port:
             if self._version != (here := version("holdfast")):
                 raise MissingError(
@@ -234,7 +217,7 @@ class _Node:
             return True
         if self._answered.is_set() and self.code not in (0, SSH_FAILED):  # the machine answered, and Holdfast did not
             raise MissingError(
-                f"{self.host.name}: {sys.executable} -m {NODE} ended with {self.code} ({self._last_error}); install "
+                f"{self.host.name}: {sys.executable} -m {NODE} ended with {self.code} ({self.last_error}); install "
                 "Holdfast at the same path on all machines"
             )
         return False
@@ -276,7 +259,7 @@ class _Node:
                 elif kind == REPORT:
                     self.report = parse_exit_report(content.decode("utf-8", "replace"))
         except Exception as error:  # noqa: BLE001 - what the other end sends can end this connection only
-            self._last_error = str(error)
+            self.last_error = str(error)
             self.close()
         self._print(redactor, cutter.rest())
         code = self._process.wait()
@@ -296,7 +279,7 @@ class _Node:
         while data := os.read(self._process.stderr.fileno(), 1 << 16):
             for line in cutter.add(data):
                 if text := without_controls(redactor.line(line.decode("utf-8", "replace") + "\n")).strip():
-                    self._last_error = text[:500]
+                    self.last_error = text[:500]
                     log.debug("%s: %s", self.host.name, text)
 
 

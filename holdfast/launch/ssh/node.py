@@ -1,9 +1,9 @@
 """One node of a launch over ssh: `python -m holdfast.launch.ssh.node TOKEN`, started by sshd on each machine.
 
 It greets with TOKEN, tells a free port and the version of Holdfast, and waits for its job: one line of JSON with the
-arguments and the environment of torchrun. Secrets therefore appear in no command line. Then each line is a sign of
-life, and `stop` tells the ranks to save and leave. Without a line for a minute, or at the end of the input, the ranks
-are killed: no rank trains without its launcher.
+arguments of Python and the environment of torchrun. Secrets therefore appear in no command line. Then each line is a
+sign of life, and `stop` tells the ranks to save and leave. Without a line for a minute, or at the end of the input, the
+ranks are killed: no rank trains without its launcher.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from holdfast.telemetry.channel import MAX_LINE, PIPE
 
 STOP = b"stop"
 LONGEST_JOB = 1 << 20  # bytes
-WRAPPER = "holdfast.launch.torchrun"
 
 
 class _Input:
@@ -66,12 +65,11 @@ def main(argv: Sequence[str]) -> int:
     frames.greet(argv[0])
     ready = {"port": free_port(), "version": version("holdfast")}
     frames.write(READY, json.dumps(ready).encode())
-    text = b""
+    text: bytes | None = b""
     while text == b"":  # a sign of life
-        answer = lines.line(SILENCE_SECONDS)
-        if answer is None or answer == STOP:
-            return ExitCode.LOST_PEER
-        text = answer
+        text = lines.line(SILENCE_SECONDS)
+    if text is None:
+        return ExitCode.LOST_PEER
     job = parse_json_object(text, "the job of this node")
     with temporary_folder("node") as name:
         variables = {**_network(job["address"]), **job["environment"]}
@@ -102,7 +100,7 @@ def _run(
         PARENT_VARIABLE: str(os.getpid()),
     }
     process = subprocess.Popen(
-        [sys.executable, "-m", WRAPPER, *arguments],
+        [sys.executable, *arguments],
         env=environment,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

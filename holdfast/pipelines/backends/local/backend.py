@@ -42,12 +42,15 @@ class Local:
     name = "local"
     capabilities = capabilities.LOCAL
 
-    hosts = ""  # file of the machines that train; empty: this machine
-
     def __init__(self, store: str = "") -> None:
         self._url = store_root(store) if store else store_url()
         self.console: Console | None = None  # where a run shows its progress; default: standard output
         self.again = ""  # the command that resumes a run, without its salt; default: `holdfast resume`
+
+    @property
+    def hosts(self) -> str:
+        """File of the machines that train; empty: this machine."""
+        return ""
 
     def objects(self, request: RunRequest) -> list[dict[str, Any]]:
         """The nodes of the DAG in the order of their start, and the arguments of the steps."""

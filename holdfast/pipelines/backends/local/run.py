@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from holdfast.launch.choose import require_this_machine
+from holdfast.launch.choose import require_no_spares, require_this_machine
 from holdfast.pipelines.backends.interface import FAILED, RUNNING, SUCCEEDED, StepStatus
 from holdfast.pipelines.backends.local import worker
 from holdfast.pipelines.backends.local.follow import Signals, follow
@@ -105,6 +105,7 @@ def require_machines(made: LocalRun) -> None:
     if made.hosts:
         from holdfast.launch.ssh.hosts import read_hosts, require_enough
 
+        require_no_spares(made.spec.cluster, "ssh")
         require_enough(made.spec.cluster, read_hosts(Path(made.hosts)))
     else:
         require_this_machine(made.spec)

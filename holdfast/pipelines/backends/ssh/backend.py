@@ -22,6 +22,6 @@ class Ssh(Local):
         self._named = hosts
 
     @property
-    def hosts(self) -> str:  # type: ignore[override]
+    def hosts(self) -> str:
         """The absolute path of the file. Raises SpecError if none is known."""
         return str(hosts_file(self._named))

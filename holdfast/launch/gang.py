@@ -1,13 +1,49 @@
-"""How a launch ended, from the exit reports of its nodes."""
+"""What the launchers of several nodes share: torchrun's arguments, its environment, and how the gang ended."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from holdfast.launch.accelerators import ACCELERATORS, network_variables
 from holdfast.launch.exits import NodeExit, codes_of_nodes, root_cause
-from holdfast.launch.interface import GangExit
+from holdfast.launch.interface import GangExit, Job
+from holdfast.runtime import sealing
 from holdfast.spec.errors import ExitCode
+
+WRAPPER = "holdfast.launch.torchrun"
+
+
+def torchrun_arguments(job: Job) -> list[str]:
+    """The arguments of Python that start one node of a gang."""
+    return [
+        "-m",
+        WRAPPER,
+        f"--nproc-per-node={job.processes}",
+        "--max-restarts=0",
+        "--monitor-interval=0.1",
+        f"--shutdown-timeout={max(1, int(job.grace_seconds))}",
+        f"--rdzv-conf=timeout={job.cluster.nodes.rendezvous_seconds}",
+        *job.command,
+    ]
+
+
+def gang_environment(job: Job, nodes: int, address: str, port: int) -> dict[str, str]:
+    """The variables of all nodes of a gang that meets at an address, in addition to those of each machine. A new key of
+    the launch is the only secret."""
+    return {
+        **ACCELERATORS[job.cluster.accelerator].environment,
+        **network_variables(job.cluster.accelerator, job.cluster.network),
+        **job.cluster.environment,
+        **job.environment,
+        "OMP_NUM_THREADS": str(job.threads),
+        "TORCH_CPP_LOG_LEVEL": "ERROR",
+        "PET_NNODES": str(nodes),
+        "PET_MASTER_ADDR": address,
+        "PET_MASTER_PORT": str(port),
+        "PET_RDZV_ID": f"{job.run_id}-{job.launch}",
+        sealing.VARIABLE: sealing.new_key(),
+    }
 
 
 def gang_exit_of(
