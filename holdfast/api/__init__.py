@@ -49,6 +49,7 @@ from holdfast.api.submission import (
     stop,
     submit,
 )
+from holdfast.search.method import Search
 from holdfast.spec import Spec
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "Run",
     "RunFailedError",
     "RunState",
+    "Search",
     "Spec",
     "Stopped",
     "Submission",

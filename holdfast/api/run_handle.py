@@ -410,7 +410,7 @@ def comparison(sweep: str, store: str | Store = "") -> Comparison | None:
         return find_comparison(opened_store, sweep)
     except MissingError:
         record = find_record(opened_store, sweep)
-        if record is None or not record.trials:
+        if record is None or not record.is_sweep:
             raise
         return None
 

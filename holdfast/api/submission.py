@@ -29,6 +29,7 @@ from holdfast.pipelines.backends import (
 from holdfast.pipelines.paths import load_spec as _load_spec
 from holdfast.pipelines.paths import store_root
 from holdfast.runtime.environment import store_url
+from holdfast.search.method import Search
 from holdfast.spec import ExitCode, HoldfastError, Spec
 from holdfast.spec.errors import MissingError, Problem, SpecError, StoreUnreachableError, UsageError
 from holdfast.store import Store, open_store
@@ -141,27 +142,27 @@ def request(
     store: str = "",
     salt: str = "",
     replan: bool = False,
-    over: Sequence[str] = (),
+    over: Sequence[str] | Search = (),
     options: ClusterOptions = NO_OPTIONS,
 ) -> RunRequest:
     """A checked request to run a spec, or with `over` a sweep, on a backend. Sends nothing.
 
-    `over`: `["training.optimizer.learning_rate=1e-3,3e-3"]`. `salt` separates runs of the same inputs. `replan` lets an
+    `over`: a grid such as `["training.optimizer.learning_rate=1e-3,3e-3"]`, or a `Search`. `salt` separates runs of the same inputs. `replan` lets an
     unfinished run continue under another plan. Raises SpecError, and MissingError for an unknown backend.
     """
     from holdfast.pipelines.backends.request import RunRequest, identify_request
-    from holdfast.pipelines.trials import grid
+    from holdfast.pipelines.trials import plan_trials
 
     name = default_backend(backend)
     capabilities = capabilities_of(name)
-    _require_usable(name, options, sweep=bool(over))
+    _require_usable(name, options, over)
     if isinstance(spec, Spec) and not overrides:
         checked_spec = resolve_code(spec, Path.cwd())
     else:
         checked_spec = load_spec(_path(spec), overrides)
     if over:
         refuse_script(checked_spec, "a sweep", "run one spec for each trial: `holdfast run` with other arguments")
-    trials = grid(checked_spec, over) if over else ()
+    trials, search = plan_trials(checked_spec, over) if over else ((), None)
     run_request = RunRequest(
         spec_of(checked_spec) if capabilities.foreground else checked_spec,
         store,
@@ -170,6 +171,7 @@ def request(
         image=options.image,
         replan=replan,
         trials=trials,
+        search=search,
         concurrent_trials=options.concurrent_trials,
     )
     if capabilities.foreground:
@@ -319,11 +321,17 @@ def new_salt() -> str:
     return secrets.token_hex(4)
 
 
-def _require_usable(name: str, options: ClusterOptions, *, sweep: bool) -> None:
+def _require_usable(name: str, options: ClusterOptions, over: Sequence[str] | Search) -> None:
     """Refuse a sweep or an option that a backend does not have. Raises UsageError."""
     capabilities = capabilities_of(name)
-    if sweep and not capabilities.sweeps:
+    if over and not capabilities.sweeps:
         raise UsageError(f"{name} runs no sweeps", "--backend", f"use one of {', '.join(backends_with('sweeps'))}")
+    if isinstance(over, Search) and over.method != "random" and not capabilities.searches:
+        message = (
+            f"the backend {name} runs no search by {over.method}, because its DAG is fixed before the first result"
+        )
+        remedy = f"use --search random, or one of {', '.join(backends_with('searches'))}"
+        raise UsageError(message, "--search", remedy)
     if options.concurrent_trials and not capabilities.limited_trials:
         raise UsageError(
             f"the backend {name} cannot limit the trials that run concurrently",

@@ -46,6 +46,7 @@ class Assignment(BaseModel):
     source_weights: tuple[float, ...] | None  # of the mixture; None reads the sources in order
     health_seconds: float | None = None  # limit of the health check before training; None: no check
     health_reason: str = ""  # why there is a health check
+    pause_at: int | None = None  # the launch ends with a measured checkpoint at this step; None: at the last step
     micro_batch_candidates: tuple[int, ...] = ()  # not empty: the launch is a trial of micro-batches and trains nothing
     first_weights: str = ""  # digest of the weights of model.init_from, as in the run id
 
@@ -86,6 +87,16 @@ class Assignment(BaseModel):
             source_weights=None if None in weights else tuple(weight for weight in weights if weight is not None),
             first_weights=first_weights,
         )
+
+    def paused(self, step: int, evaluation: Evaluation) -> Assignment:
+        """This assignment up to `step`, where the held-out loss is measured by the settings of `evaluation`."""
+        measured = self.evaluation or evaluation.model_copy(update={"metrics": (), "tasks": ()})
+        return self.model_copy(update={"pause_at": step, "evaluation": measured})
+
+    @property
+    def last_step(self) -> int:
+        """The step at which the launch ends."""
+        return self.training.steps if self.pause_at is None else self.pause_at
 
     def grid(self, ranks: int, size: int | None = None) -> Grid | None:
         """The division of a global batch (of `size` samples, if not the full size) among ranks under elastic

@@ -44,11 +44,13 @@ class Node:
     before: tuple[str, ...] = ()  # names of the nodes that it needs
     when: str = ""  # it runs only if the first output of the previous node equals this word
     each: bool = False  # it runs once per item of the previous node's list
+    until: int = 0  # of a training that a search pauses: the step; 0: it trains to its last step
 
     @property
     def name(self) -> str:
-        """The name of the node in the DAG and of its outcome."""
-        return f"{self.step}-{self.trial}" if self.trial else self.step
+        """The name of the node in the DAG. Its outcome has the same one, without the step of a pause."""
+        name = f"{self.step}-{self.trial}" if self.trial else self.step
+        return f"{name}-until-{self.until}" if self.until else name
 
 
 def plan(spec: Spec, trials: Trials = ()) -> tuple[Node, ...]:
@@ -254,6 +256,7 @@ class Runner:
                 values[name] = self._results[f"{producer}-{trial}" if producer in self._copied else producer][name]
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
         arguments += [f"--{TRIAL}={trial}"] if trial else []
+        arguments += [f"--until={node.until}"] if node and node.until else []
         arguments += [f"--overrides={json.dumps(overrides)}"] if overrides else []
         return tuple(arguments)
 

@@ -80,6 +80,10 @@ class StepEvaluation:
         """Whether the checkpoint at `step` is evaluated."""
         return step > 0 and self._settings.every_steps is not None and step % self._settings.every_steps == 0
 
+    def measure(self, step: int) -> None:
+        """Measure the checkpoint at `step`, and decide nothing. A collective call."""
+        self._measure(step)
+
     def decide(self, step: int) -> bool:
         """Measure the checkpoint at `step`. Returns whether the run stops. A collective call."""
         loss = self._measure(step)

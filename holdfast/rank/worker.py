@@ -141,7 +141,7 @@ def work(
         cadence = CheckpointPolicy(
             spec.checkpoint,
             start=start,
-            steps=spec.training.steps,
+            steps=spec.last_step,
             gang=gang,
             failures=failures_before(store, attempt, gang.size) if gang.rank == 0 else None,
         )
@@ -197,9 +197,11 @@ def work(
         with begun, accounts, profiler, closing(checkpointer), _leaving():
             if checkpointer.near_start is not None:  # no checkpoint yet
                 checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
-            with source.steps(start, spec.training.steps) as ahead:
+            with source.steps(start, spec.last_step) as ahead:
                 train(session, fed.record(ahead), start)
-            if start == spec.training.steps:  # an earlier attempt died between its last commit and the collection
+            if spec.pause_at is not None and session.evaluation is not None:
+                session.evaluation.measure(spec.pause_at)
+            if start == spec.last_step:  # an earlier attempt died between its last commit and the collection
                 checkpointer.collect_garbage(start)
             checkpointer.drop_local_tiers()
 

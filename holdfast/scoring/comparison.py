@@ -6,10 +6,12 @@ The compare step makes it; the exit handler, the backends and the terminal read 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from pydantic import BaseModel
 
 from holdfast.spec import Spec, digest, run_id
+from holdfast.spec.json_parsing import parse_json
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import find_json
 
@@ -47,6 +49,29 @@ class FailedTrial(BaseModel):
         return f"{', '.join(self.changes)}: {self.step} failed{code}: {first}"
 
 
+class StoppedTrial(BaseModel):
+    """A trial that a search did not promote."""
+
+    changes: tuple[str, ...]
+    run_id: str
+    step: int  # of its last score
+    loss: float | None  # held out, in nats per token; None: not finite
+
+    @property
+    def text(self) -> str:
+        """One line for people."""
+        loss = "not finite" if self.loss is None else f"{self.loss:.4f}"
+        return f"{', '.join(self.changes)}: stopped at step {self.step}, loss {loss}"
+
+
+class Rung(BaseModel):
+    """A budget of a search by ASHA."""
+
+    steps: int
+    trials: int  # that were scored at it, failed ones included
+    promoted: int
+
+
 class Comparison(BaseModel):
     """All judged trials, best first, and the failed ones in the order of the sweep."""
 
@@ -55,6 +80,8 @@ class Comparison(BaseModel):
     dataset_id: str
     rows: tuple[Row, ...]
     failed: tuple[FailedTrial, ...] = ()
+    stopped: tuple[StoppedTrial, ...] = ()  # of a search, in its order
+    rungs: tuple[Rung, ...] = ()
 
     @property
     def best(self) -> Row:
@@ -74,7 +101,29 @@ class Comparison(BaseModel):
             code = "" if trial.exit_code is None else str(trial.exit_code)
             reason = "<br>".join(_text(line) for line in trial.reason[:SHOWN_REASON].splitlines())
             lines.append(f"| {_cell(trial.changes)} | {trial.step} | {code} | {reason} | {trial.run_id} |")
+        if self.rungs:
+            lines += ["", "| rung | trials | promoted |", "|---" * 3 + "|"]
+            lines += [f"| {rung.steps} steps | {rung.trials} | {rung.promoted} |" for rung in self.rungs]
+            lines += ["", "| stopped trial | step | loss | run |", "|---" * 4 + "|"]
+        for stopped in self.stopped:
+            loss = "" if stopped.loss is None else f"{stopped.loss:.4f}"
+            lines.append(f"| {_cell(stopped.changes)} | {stopped.step} | {loss} | {stopped.run_id} |")
         return "\n".join(lines) + "\n"
+
+
+@dataclass(frozen=True)
+class TrialList:
+    """The trials that a step gets: the overrides of each, and the id of the search; empty for a grid."""
+
+    trials: list[list[str]]
+    search: str = ""
+
+    @classmethod
+    def from_text(cls, text: str) -> TrialList:
+        """Read what `holdfast.pipelines.trials.text_of` wrote. Raises DataError."""
+        if text.lstrip().startswith("{"):
+            return parse_json(text, cls, "--trials")
+        return cls(parse_json(text, list[list[str]], "--trials"))
 
 
 def sweep_name(spec: Spec) -> str:

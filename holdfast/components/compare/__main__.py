@@ -7,9 +7,8 @@ import logging
 import sys
 
 from holdfast.components.compare.step import compare
-from holdfast.scoring.comparison import Comparison
+from holdfast.scoring.comparison import Comparison, TrialList
 from holdfast.spec import Spec
-from holdfast.spec.json_parsing import parse_json
 from holdfast.steps import Artifact, StepResult
 from holdfast.steps.adapters import main
 from holdfast.steps.jobs import known_outcomes
@@ -21,15 +20,17 @@ log = logging.getLogger("holdfast.compare")
 
 
 def body(spec: Spec, url: str, *, dataset_id: str, trials: str, salt: str, job: str) -> StepResult:
-    """Compare the trials of the execution `job`. `trials` is a JSON list of lists of overrides. The result has the
-    outcome, run and overrides of the best trial."""
+    """Compare the trials of the execution `job`. `trials` is a `TrialList` as text. The result has the outcome, run
+    and overrides of the best trial."""
+    given = TrialList.from_text(trials)
     comparison = compare(
         spec,
         dataset_id,
-        parse_json(trials, list[list[str]], "--trials"),
+        given.trials,
         open_store(url),
         salt,
         known_outcomes(job, store=url),
+        given.search,
     )
     best = comparison.best
     _mirror(spec, comparison, open_store(url))
@@ -53,7 +54,7 @@ def _mirror(spec: Spec, made: Comparison, store: Store) -> None:
     sweep = SweepRun(
         sweep_id=made.sweep_id,
         name=made.name,
-        runs=[*(row.run_id for row in made.rows), *(trial.run_id for trial in made.failed)],
+        runs=[*(row.run_id for row in made.rows), *(trial.run_id for trial in (*made.failed, *made.stopped))],
         tags={
             "holdfast.dataset_id": made.dataset_id,
             "holdfast.best_run_id": best.run_id,

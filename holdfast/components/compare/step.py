@@ -6,6 +6,7 @@ other trials. Nothing is measured here: the train and evaluate steps do that.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,10 +16,13 @@ from holdfast.scoring.comparison import (
     Comparison,
     FailedTrial,
     Row,
+    Rung,
+    StoppedTrial,
     sweep_id,
     sweep_name,
     trials_of,
 )
+from holdfast.search.log import WHOLE, Entries, decisions_of, last_score, read_log, scores_of
 from holdfast.spec import ExitCode, HoldfastError, Spec
 from holdfast.steps.outcomes import KILLED, Outcome
 from holdfast.store import Store, layout
@@ -47,15 +51,28 @@ def compare(
     store: Store,
     salt: str = "",
     outcomes: Sequence[Outcome] = (),
+    search: str = "",
 ) -> Comparison:
     """Compare the `trials` of `spec`, each a list of overrides, and write `sweeps/<id>/comparison.json`. `outcomes` of
-    this execution's steps explain why a trial has no verdict.
+    this execution's steps explain why a trial has no verdict. Of the trials of a `search`, those that its log has
+    trained to their last step are compared.
 
     Raises NoTrialEndedError, with the code of the first failed trial, if no trial has a verdict.
     """
-    rows, failed, runs = [], [], []
+    rows, failed, runs, stopped = [], [], [], list[StoppedTrial]()
+    entries = read_log(store, search) if search else []
     for number, (changes, trial, identity) in enumerate(trials_of(spec, trials, dataset_id, salt), 1):
         runs.append(identity)
+        ended = last_score(entries, number)
+        if ended is not None and ended.exit_code:
+            code, reason = ended.exit_code, ended.reason or UNKNOWN
+            failed.append(
+                FailedTrial(changes=changes, run_id=identity, step=ended.failed_step, exit_code=code, reason=reason)
+            )
+            continue
+        if ended is not None and ended.until != WHOLE:
+            stopped.append(StoppedTrial(changes=changes, run_id=identity, step=ended.step, loss=ended.loss))
+            continue
         result = _newest(store, layout.result(identity))
         verdict = _newest(store, layout.run(identity, f"evaluations/{settings_key(trial)}"))
         if result and verdict:
@@ -66,11 +83,31 @@ def compare(
         raise NoTrialEndedError(failed)
     rows.sort(key=lambda row: (row.word != BLESSED, row.loss, row.run_id))
     comparison = Comparison(
-        sweep_id=sweep_id(runs), name=sweep_name(spec), dataset_id=dataset_id, rows=tuple(rows), failed=tuple(failed)
+        sweep_id=search or sweep_id(runs),
+        name=sweep_name(spec),
+        dataset_id=dataset_id,
+        rows=tuple(rows),
+        failed=tuple(failed),
+        stopped=tuple(stopped),
+        rungs=_rungs(entries, spec.training.steps),
     )
     store.put(layout.sweep(comparison.sweep_id, "comparison.md"), comparison.markdown.encode())
     store.put(layout.sweep(comparison.sweep_id, "comparison.json"), comparison.model_dump_json(indent=1).encode())
     return comparison
+
+
+def _rungs(entries: Entries, steps: int) -> tuple[Rung, ...]:
+    """The rungs of a search by ASHA; empty for another one, whose trials all train to their last step."""
+    counts = Counter(until for _, until in scores_of(entries))
+    decided = Counter(until for _, until in decisions_of(entries))
+    budgets = [*sorted(until for until in decided if until != WHOLE), WHOLE]
+    if len(budgets) == 1:
+        return ()
+    promoted = [*(decided[above] for above in budgets[1:]), 0]
+    return tuple(
+        Rung(steps=until or steps, trials=counts[until], promoted=count)
+        for until, count in zip(budgets, promoted, strict=True)
+    )
 
 
 def _row(changes: tuple[str, ...], identity: str, result: Mapping[str, Any], verdict: Mapping[str, Any]) -> Row:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from holdfast.components.notify.ending import PipelineExit, compared, end_jobs_left, exit_status_of, headline_of
@@ -23,9 +24,9 @@ from holdfast.components.notify.summary import (
 )
 from holdfast.runtime.environment import store_url
 from holdfast.runtime.secrets import redact
-from holdfast.scoring.comparison import BLESSED, Comparison, read_comparison, sweep_id, sweep_name, trials_of
+from holdfast.scoring.comparison import BLESSED, Comparison, TrialList, read_comparison, sweep_id, sweep_name, trials_of
 from holdfast.spec import Spec, dump_spec
-from holdfast.spec.json_parsing import parse_json
+from holdfast.spec.errors import DataError
 from holdfast.steps.outcomes import Outcome, first_failure
 from holdfast.store import Store, layout, open_store
 
@@ -47,7 +48,7 @@ def run_sweep(
         unknown.append(refused)
     opened = attempt(lambda: open_store(store or store_url(checked)), unknown)
     known = attempt(lambda: _known(checked, trials, salt, outcomes), unknown) if checked else None
-    identity = sweep_id([run for _, _, run in known]) if known else ""
+    identity = _search_of(trials) or (sweep_id([run for _, _, run in known]) if known else "")
     ended = [end_jobs_left(dump_spec(trial_spec), (), run) for _, trial_spec, run in known or ()]
     found = attempt(lambda: read_comparison(opened, identity), unknown) if opened and compared(outcomes) else None
     failure = None if exit_status_of(status) == "succeeded" and found is None else first_failure(outcomes)
@@ -85,7 +86,13 @@ def run_sweep(
 def _known(spec: Spec, trials: str, salt: str, outcomes: Sequence[Outcome]) -> list[Trial]:
     """The trials, if the dataset is known."""
     dataset = next((outcome.result for outcome in outcomes if outcome.step == "preprocess" and outcome.result), "")
-    return list(trials_of(spec, parse_json(trials, list[list[str]], "--trials"), dataset, salt)) if dataset else []
+    return list(trials_of(spec, TrialList.from_text(trials).trials, dataset, salt)) if dataset else []
+
+
+def _search_of(trials: str) -> str:
+    with suppress(DataError):
+        return TrialList.from_text(trials).search
+    return ""
 
 
 def _lines(found: Comparison | None, trials: int) -> list[str]:
@@ -93,7 +100,7 @@ def _lines(found: Comparison | None, trials: int) -> list[str]:
         return [f"no comparison of {trials} trials was made"] if trials else []
     called = "best" if found.best.word == BLESSED else "none is blessed, lowest loss"
     best = f"{called} {', '.join(found.best.changes)} (run {found.best.run_id}, loss {found.best.loss:.4f})"
-    counts = f"{len(found.rows)} of {len(found.rows) + len(found.failed)} trials compared"
+    counts = f"{len(found.rows)} of {len(found.rows) + len(found.failed) + len(found.stopped)} trials compared"
     return [f"{counts}: {best}", *(redact(trial.text) for trial in found.failed)]
 
 

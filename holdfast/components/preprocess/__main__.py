@@ -8,8 +8,8 @@ import sys
 from holdfast.components.preprocess import run
 from holdfast.dataset import Dataset
 from holdfast.runtime.environment import cache_dir
+from holdfast.scoring.comparison import TrialList
 from holdfast.spec import Spec
-from holdfast.spec.json_parsing import parse_json
 from holdfast.steps import Artifact, StepResult
 from holdfast.steps.adapters import main
 from holdfast.store import layout, open_store
@@ -31,9 +31,7 @@ def body(spec: Spec, url: str, *, salt: str = "", division: str = "", trials: st
     if workflow := os.environ.get(WORKFLOW):  # without a workflow no UI shows it, and it is slow to import
         from holdfast.components.preprocess.links import links
 
-        shown = links(
-            spec, prepared.dataset_id, salt, store, workflow, parse_json(trials or "[[]]", list[list[str]], "--trials")
-        )
+        shown = links(spec, prepared.dataset_id, salt, store, workflow, TrialList.from_text(trials or "[[]]").trials)
     return StepResult(prepared.model_dump(mode="json"), {"dataset": dataset, "links": Artifact(shown)})
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from holdfast.components.train.result import TrainingResult
+    from holdfast.scoring.evaluations import StepScores
     from holdfast.spec import Spec
     from holdfast.store import Store
 
@@ -18,3 +19,12 @@ def run(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: bo
     from holdfast.components.train.step import train
 
     return train(spec, dataset_id, store, salt, replan=replan)
+
+
+def run_until(
+    spec: Spec, dataset_id: str, store: Store, salt: str = "", *, until: int, replan: bool = False
+) -> StepScores:
+    """Train up to a step, and measure the held-out loss there. See `holdfast.components.train.step.train_until`."""
+    from holdfast.components.train.step import train_until
+
+    return train_until(spec, dataset_id, store, salt, until=until, replan=replan)

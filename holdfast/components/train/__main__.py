@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from holdfast.components.train import run
+from holdfast.components.train import run, run_until
+from holdfast.model.hub import first_weights_digest
 from holdfast.pages import draw_training
-from holdfast.spec import Spec
+from holdfast.spec import Spec, run_id
 from holdfast.steps import Artifact, StepResult
 from holdfast.steps.adapters import main
 from holdfast.store import Store, layout, open_store
@@ -15,11 +16,14 @@ from holdfast.telemetry import read_events
 # Entry point of the train step in a DAG, and its artifacts.
 
 
-def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool) -> StepResult:
-    """Train on a dataset from preprocess. The result is `TrainingResult`."""
+def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool, until: str = "") -> StepResult:
+    """Train on a dataset from preprocess. The result is `TrainingResult`. `until` is the step at which a search pauses the
+    trial; the result then has the scores at that step."""
     store = open_store(url)
     if spec.train.script is not None:
         return _script(spec, dataset_id, store, salt, replan)
+    if until:
+        return _paused(spec, store, dataset_id, salt, int(until), replan)
     result = run(spec, dataset_id, store, salt, replan=replan)
     lineage = {"run_id": result.run_id, "dataset_id": dataset_id, "checkpoint": result.checkpoint}
     figures = {name: getattr(result, name) for name in ("step", "tokens", "parameters", "attempts")}
@@ -29,6 +33,17 @@ def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool) -> S
         "curves": Artifact(draw_training(spec, result.run_id, store, read_events(store, result.run_id))),
     }
     return StepResult(result.model_dump(mode="json"), shown)
+
+
+def _paused(spec: Spec, store: Store, dataset_id: str, salt: str, until: int, replan: bool) -> StepResult:
+    scores = run_until(spec, dataset_id, store, salt, until=until, replan=replan)
+    identity = run_id(spec, dataset_id, salt, first_weights_digest(spec))
+    shown = {
+        "model": Artifact(key=layout.checkpoint(identity, scores.step), metadata={"run_id": identity}),
+        "metrics": Artifact(metadata={"step": scores.step, "loss": scores.loss}),
+        "curves": Artifact(draw_training(spec, identity, store, read_events(store, identity))),
+    }
+    return StepResult({"run_id": identity, **scores.model_dump(mode="json")}, shown)
 
 
 def _script(spec: Spec, dataset_id: str, store: Store, salt: str, replan: bool) -> StepResult:

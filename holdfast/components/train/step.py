@@ -49,7 +49,7 @@ from holdfast.rank.health_gate import health_check_request
 from holdfast.runtime.environment import cache_dir, in_step_pod, log_dir
 from holdfast.runtime.shutdown import request_shutdown
 from holdfast.scoring import require_tasks
-from holdfast.scoring.evaluations import best_step
+from holdfast.scoring.evaluations import StepScores, best_step, find_scores
 from holdfast.script.assignment import ScriptAssignment
 from holdfast.spec import ExitCode, HoldfastError, Spec, run_id
 from holdfast.spec.batch_sizes import BatchSizes
@@ -102,25 +102,62 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
         if finished is not None:
             log.info("run %s: already trained, loss %.4f at step %d", identity, finished.loss, finished.step)
             return _with_export(spec, finished, store)
-        dataset = Dataset.open(store, dataset_id, cache_dir())
-        _require_evaluation(spec, dataset)
-        require_groups(spec.model, dataset.vocabulary, spec.training)
-        require_trackers(spec)
-        require_usable(spec)  # fail here, before any cost, if registration would always be refused
-        requested, spec = spec, resolve_layout(spec, identity, store, dataset.vocabulary, replan=replan)
-        write_run_metadata(store, identity, requested, dataset_id, salt)
-        if (resolved := with_recorded_micro_batch(spec, identity, store, replan=replan)) is None:
-            resolved = _try_micro_batches(spec, identity, dataset, store, launcher, replan=replan)
-        spec = resolved
-        _require_plan(spec, identity, store, replan)
-        with recorded_training(spec, identity, dataset_id, store) as ended:
-            assignment = Assignment.of(spec, identity, dataset_id, weights)
-            auto, vocabulary = requested.parallel.auto, dataset.vocabulary
-            run_gang(spec, assignment, store, launcher, replan, auto=auto, vocabulary=vocabulary)
-            result = _finish(spec, identity, dataset_id, store)
+        planned, dataset = _planned(spec, dataset_id, store, identity, launcher, salt=salt, replan=replan)
+        with recorded_training(planned, identity, dataset_id, store) as ended:
+            assignment = Assignment.of(planned, identity, dataset_id, weights)
+            auto, vocabulary = spec.parallel.auto, dataset.vocabulary
+            run_gang(planned, assignment, store, launcher, replan, auto=auto, vocabulary=vocabulary)
+            result = _finish(planned, identity, dataset_id, store)
             ended(f"loss {result.loss:.4f} at step {result.step}")
         log.info("run %s: trained, loss %.4f at step %d", identity, result.loss, result.step)
         return result
+
+
+def train_until(
+    spec: Spec, dataset_id: str, store: Store, salt: str = "", *, until: int, replan: bool = False
+) -> StepScores:
+    """Train the run of (spec, dataset_id, salt) up to step `until`, and measure the held-out loss there.
+
+    The learning rate and the batches are those of the whole run, which `train` continues from this checkpoint. A run
+    that has passed `until` without a score there is measured at its newest checkpoint. Raises what `train` raises.
+    """
+    weights = first_weights_digest(spec)
+    identity = run_id(spec, dataset_id, salt, weights)
+    launcher = choose_launcher(spec, log_dir(identity))
+    with launcher.only_one(identity):
+        reached = max(until, newest_step(store, identity) or 0)
+        for step in (until, reached):
+            scores = find_scores(store, identity, step)
+            if scores is not None and scores.max_tokens == spec.evaluation.max_tokens:
+                log.info("run %s: already measured at step %d", identity, step)
+                return scores
+        planned, dataset = _planned(spec, dataset_id, store, identity, launcher, salt=salt, replan=replan)
+        with recorded_training(planned, identity, dataset_id, store) as ended:
+            assignment = Assignment.of(planned, identity, dataset_id, weights).paused(reached, planned.evaluation)
+            auto, vocabulary = spec.parallel.auto, dataset.vocabulary
+            run_gang(planned, assignment, store, launcher, replan, auto=auto, vocabulary=vocabulary)
+            if (scores := find_scores(store, identity, reached)) is None:
+                raise MissingError(f"run {identity}: step {reached} has no score; run the same command again")
+            ended(f"paused at step {reached}")
+        log.info("run %s: paused at step %d, held-out loss %s", identity, reached, scores.loss)
+        return scores
+
+
+def _planned(
+    spec: Spec, dataset_id: str, store: Store, identity: str, launcher: Launcher, *, salt: str, replan: bool
+) -> tuple[Spec, Dataset]:
+    """The spec of a run with its layout and its micro-batch, checked before a gang starts, and the dataset."""
+    dataset = Dataset.open(store, dataset_id, cache_dir())
+    _require_evaluation(spec, dataset)
+    require_groups(spec.model, dataset.vocabulary, spec.training)
+    require_trackers(spec)
+    require_usable(spec)  # fail here, before any cost, if registration would always be refused
+    planned = resolve_layout(spec, identity, store, dataset.vocabulary, replan=replan)
+    write_run_metadata(store, identity, spec, dataset_id, salt)
+    if (resolved := with_recorded_micro_batch(planned, identity, store, replan=replan)) is None:
+        resolved = _try_micro_batches(planned, identity, dataset, store, launcher, replan=replan)
+    _require_plan(resolved, identity, store, replan)
+    return resolved, dataset
 
 
 def _try_micro_batches(
@@ -160,12 +197,8 @@ def run_gang(
 
     def next_job() -> Job:
         number = newest_launch(store, identity)
-        if (
-            number
-            and isinstance(assignment, Assignment)
-            and _is_trial(store, identity, number) != bool(assignment.micro_batch_candidates)
-        ):
-            number = 0  # a trial is not adopted as a training, nor the reverse
+        if number and isinstance(assignment, Assignment) and not _has_same_end(store, number, assignment):
+            number = 0
         if not (adopted := launcher.adopt(identity, number)):
             checked: BaseModel = assignment
             if isinstance(assignment, Assignment):
@@ -226,9 +259,12 @@ def run_gang(
     raise GangError(_describe(ending, identity, advice), ending.code)
 
 
-def _is_trial(store: Store, identity: str, launch: int) -> bool:
-    """Whether a launch is a trial of micro-batches."""
-    return bool(read_launch(store, identity, launch).assignment.get("micro_batch_candidates"))
+def _has_same_end(store: Store, launch: int, assignment: Assignment) -> bool:
+    """Whether a launch ends where this assignment ends. A trial of micro-batches is not adopted as a training, nor a
+    training up to one step as one up to another step."""
+    other = read_launch(store, assignment.run_id, launch).assignment
+    is_trial = bool(other.get("micro_batch_candidates"))
+    return is_trial == bool(assignment.micro_batch_candidates) and other.get("pause_at") == assignment.pause_at
 
 
 def _describe(ending: GangExit, identity: str, advice: str) -> str:

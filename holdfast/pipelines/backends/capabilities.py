@@ -10,6 +10,7 @@ class Capabilities:
     """What a backend can do, beyond the `Backend` protocol, which every backend fulfills."""
 
     sweeps: bool = False  # runs the DAG of a sweep
+    searches: bool = False  # runs a search whose trials depend on results: tpe, asha
     limited_trials: bool = False  # limits the concurrent trials of a sweep to a number
     foreground: bool = False  # `submit` runs the steps on this machine, shows the progress, and returns at the end
     images: bool = False  # takes the image and the service account of the steps from the request
@@ -21,7 +22,7 @@ class Capabilities:
     shared_volumes: bool = False  # its machines see `cluster.volumes` like the submitting machine
 
 
-LOCAL = Capabilities(sweeps=True, foreground=True, shared_folders=True)
+LOCAL = Capabilities(sweeps=True, searches=True, foreground=True, shared_folders=True)
 SSH = Capabilities(foreground=True, endpoints=True, shared_folders=True)
 KUBEFLOW = Capabilities(
     sweeps=True,

@@ -20,6 +20,7 @@ from typing import Any
 from holdfast.pipelines.backends.interface import RunStatus, require_one_run
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.runtime.secrets import redact
+from holdfast.search.method import Search
 from holdfast.spec import dump_spec, parse_spec, run_id
 from holdfast.spec.errors import DataError, ExitCode, HoldfastError, MissingError
 from holdfast.spec.json_parsing import parse_json
@@ -59,12 +60,18 @@ class Record:
     log: str = ""
     outcomes: str = ""  # folder of its steps' outcomes while it runs
     trials: Sequence[Sequence[str]] = ()  # of a sweep
+    search: Search | None = None  # a sweep whose trials depend on results
     concurrent_trials: int = 0
     former: dict[str, Any] | None = None  # the previous submission, which stays valid if this one is refused
     job: str = ""  # the execution id under which its steps keep outcomes
     identified: bool = True  # whether `run_id` was the run's id at submission
     written: str = ""  # the spec as its author wrote it; empty: the same as `spec`
     ran: str = ""  # id of the run that its steps work on, if `find_record` knows it
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether it is a submission of a sweep."""
+        return bool(self.trials) or self.search is not None
 
     @property
     def identity(self) -> str:
@@ -88,6 +95,7 @@ class Record:
             image=self.image,
             replan=self.replan,
             trials=tuple(tuple(trial) for trial in self.trials),
+            search=self.search,
             concurrent_trials=self.concurrent_trials,
         )
 
@@ -134,7 +142,7 @@ class Record:
 
     def _key(self, file: str, identity: str = "") -> str:
         identity = identity or self.run_id
-        return layout.sweep(identity, file) if self.trials else layout.run(identity, file)
+        return layout.sweep(identity, file) if self.is_sweep else layout.run(identity, file)
 
 
 def record_of(
@@ -156,6 +164,7 @@ def record_of(
         endpoint,
         namespace,
         trials=request.trials,
+        search=request.search,
         concurrent_trials=request.concurrent_trials,
         job=job,
         identified=bool(request.run_id),
@@ -241,7 +250,7 @@ def _all(store: Store) -> list[Record]:
 
 def as_it_ran(store: Store, record: Record) -> Record:
     """Add the id of the run that its steps work on, once the first step has recorded the dataset id."""
-    if not record.job or record.trials or record.ran:
+    if not record.job or record.is_sweep or record.ran:
         return record
     from holdfast.model.hub import first_weights_digest
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
 from holdfast.pipelines.trials import Trials
 from holdfast.scoring.comparison import sweep_id, sweep_name, trials_of
+from holdfast.search.method import Search
 from holdfast.spec import Spec, SpecError, dump_spec, run_id
 from holdfast.spec.engine_text import escape_tree, to_struct
 from holdfast.spec.errors import HoldfastError, MissingError, Problem
@@ -32,12 +33,18 @@ class RunRequest:
     image: str = ""
     replan: bool = False
     trials: Trials = ()  # of a sweep
+    search: Search | None = None  # a sweep whose trials depend on results
     concurrent_trials: int = 0  # concurrent trials; 0: all, unless the backend limits them
 
     @property
     def title(self) -> str:
         """The name of the runs of this spec, or of the sweep."""
-        return sweep_name(self.spec) if self.trials else self.spec.name
+        return sweep_name(self.spec) if self.is_sweep else self.spec.name
+
+    @property
+    def is_sweep(self) -> bool:
+        """Whether it is for a sweep, and not for one run."""
+        return bool(self.trials) or self.search is not None
 
     def parameters(self) -> dict[str, Any]:
         """The parameters of the DAG for forms, with the spec as its author wrote it."""
@@ -48,7 +55,7 @@ class RunRequest:
             "salt": self.salt,
             "replan": self.replan,
         }
-        if self.trials:
+        if self.is_sweep:
             del found["overrides"]  # each trial has its own
         return found
 
@@ -65,7 +72,8 @@ class RunRequest:
     def executed(self) -> str:
         """A digest of all that decides what runs: the spec with its code, arguments and environment, the image, and
         the changes of the trials."""
-        return digest([dump_spec(self.spec), self.image, self.trials])
+        searched = [asdict(self.search)] if self.search else []
+        return digest([dump_spec(self.spec), self.image, self.trials, *searched])
 
     @property
     def key(self) -> str:

@@ -76,7 +76,7 @@ def step_lines(
     def wanted(name: str) -> bool:
         return is_step(step, name) or name.startswith(f"{step}-")
 
-    if record is not None and not record.trials and step == "compare":
+    if record is not None and not record.is_sweep and step == "compare":
         raise MissingError(f"{record.name} is a run and not a sweep: only a sweep has the step {step}; leave it out")
     reader: StepLogReader | None = None
     engine_steps: set[str] = set()  # steps whose log came from the engine

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from holdfast.api import Submission
     from holdfast.pipelines.backends.request import RunRequest
+    from holdfast.search.method import Search
 
 
 def run(
@@ -66,7 +67,7 @@ def submit(
     *,
     dry_run: bool,
     as_json: bool,
-    over: Sequence[str] = (),
+    over: Sequence[str] | Search = (),
     concurrent_trials: int = 0,
 ) -> None:
     """Submit a spec, or a sweep over it, and print where it runs; or print what would be sent."""

@@ -299,7 +299,7 @@ def _submitted(store: Store, wanted: str) -> RunRecord | None:
     from holdfast.pipelines.backends.record import find_record
 
     record = find_record(store, wanted)
-    if record is None or record.trials:
+    if record is None or record.is_sweep:
         return None
     return read_run(store, record.identity) or read_run(store, record.run_id)  # the run may have no objects yet
 

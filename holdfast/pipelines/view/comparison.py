@@ -45,6 +45,10 @@ def print_comparison(console: Console, found: Comparison, store: Store) -> None:
     console.print(table, markup=False, highlight=False)
     if not blessed:
         console.print("no trial is blessed, so none is the best, and none is registered", highlight=False)
+    for rung in found.rungs:
+        console.print(f"rung {rung.steps} steps: {rung.trials} trials, {rung.promoted} promoted", highlight=False)
+    for stopped in found.stopped:
+        console.print(f"not promoted: {stopped.text}", markup=False, highlight=False, soft_wrap=True)
     for trial in found.failed:
         console.print(f"failed: {trial.text}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"sweep {found.sweep_id} in {store.url}/sweeps/{found.sweep_id}/", highlight=False, soft_wrap=True)

@@ -57,6 +57,9 @@ class Local:
         from holdfast.pipelines.backends.local.worker import local_plan
 
         nodes = [{**asdict(node), "name": node.name} for node in local_plan(request.spec, request.trials)]
+        if request.search is not None:
+            rungs = request.search.rungs(request.spec.training.steps)
+            return [{"search": asdict(request.search), "rungs": rungs}, {"arguments": request.parameters()}]
         return [{"nodes": nodes}, {"arguments": request.parameters()}]
 
     def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
@@ -64,7 +67,7 @@ class Local:
         from holdfast.pipelines.backends.local.run import finished, identified, run_to_end
         from holdfast.pipelines.backends.local.trial_series import run_sweep
 
-        if request.trials:
+        if request.is_sweep:
             return run_sweep(request, self.console)
         local_run = identified(request.spec, request.store, request.salt, request.replan, self.hosts)
         previous = finished(local_run)
@@ -81,7 +84,7 @@ class Local:
         """The current status of a run or sweep, or its progress if it does not run."""
         store = open_store(self._url)
         record = find_record(store, run)
-        if record and record.trials:
+        if record and record.is_sweep:
             return _sweep_status(record, store)
         run_record = read_run(store, record.run_id) if record else find_run(store, run)
         assert run_record is not None
@@ -93,7 +96,7 @@ class Local:
         For the step `train` of a run, the output of its ranks, launch by launch.
         """
         record = self._record(run)
-        files, ranks, has_lines = [log_file(record)], step == "train" and not record.trials, False
+        files, ranks, has_lines = [log_file(record)], step == "train" and not record.is_sweep, False
         if ranks:
             files = sorted(files[0].parent.glob("launch-*.log"))
         for file in files:

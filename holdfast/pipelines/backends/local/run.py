@@ -162,8 +162,17 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
 
 def worker_request(request: RunRequest, hosts: str = "") -> worker.Request:
     """The part of a request that the worker reads. The spec is as its author wrote it, as on a cluster."""
-    written = dump_written(request.spec)
-    return worker.Request(written, request.store, request.salt, request.replan, request.trials, hosts)
+    sweep = request.run_id if request.search is not None else ""
+    return worker.Request(
+        dump_written(request.spec),
+        request.store,
+        request.salt,
+        request.replan,
+        request.trials,
+        hosts,
+        search=request.search,
+        search_id=sweep,
+    )
 
 
 def keep_here(request: RunRequest, log: Path, outcomes: Path, hosts: str = "") -> None:

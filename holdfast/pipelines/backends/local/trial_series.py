@@ -50,17 +50,19 @@ def run_sweep(request: RunRequest, console: Console | None = None) -> tuple[RunS
     """
     console = console or SafeConsole()
     base = identified(request.spec, request.store, request.salt, request.replan)
-    trials = list(trials_of(base.spec, request.trials, base.dataset_id, base.salt))
-    identity = sweep_id([run for _, _, run in trials])
+    if request.search is None:
+        identity = sweep_id([run for *_, run in trials_of(base.spec, request.trials, base.dataset_id, base.salt)])
+    else:
+        identity = request.search.identity(base.run_id)
+    count = len(request.trials) if request.search is None else request.search.trials
     request = replace(request, spec=base.spec, store=base.store_url, run_id=identity)
-    runs = {run: replace(base, spec=spec, run_id=run) for _, spec, run in trials}
-    if (finished_comparison := _finished(base.store, identity, runs)) is not None:
+    if (finished_comparison := _finished(base, identity)) is not None:
         print_comparison(console, finished_comparison, base.store)
         return _compared(finished_comparison, request.title), False
     require_this_machine(base.spec)
     log = log_dir(identity) / f"run-{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}.log"
     make_folder(log.parent)
-    console.print(f"{base.spec.name}  sweep {identity}, {len(trials)} trials\nlog {log}\n", highlight=False)
+    console.print(f"{base.spec.name}  sweep {identity}, {count} trials\nlog {log}\n", highlight=False)
     outcomes, signal = _execute(request, log, console)
     code = _conclude(request, base.store, outcomes, signal, log, console)
     comparison = (
@@ -110,12 +112,13 @@ def _conclude(
     return ExitCode.UNEXPECTED if failed is None or failed.exit_code is None else known_code(failed.exit_code)
 
 
-def _finished(store: Store, identity: str, runs: dict[str, LocalRun]) -> Comparison | None:
+def _finished(base: LocalRun, identity: str) -> Comparison | None:
     """The comparison, if no trial failed and no work is left for the best one."""
-    comparison = read_comparison(store, identity)
+    comparison = read_comparison(base.store, identity)
     if comparison is None or comparison.failed:
         return None
-    return comparison if finished(runs[comparison.best.run_id]) is not None else None
+    best = replace(base, spec=base.spec.with_overrides(comparison.best.changes), run_id=comparison.best.run_id)
+    return comparison if finished(best) is not None else None
 
 
 def _execute(request: RunRequest, log: Path, console: Console) -> tuple[list[Outcome], int]:

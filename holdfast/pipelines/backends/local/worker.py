@@ -27,14 +27,17 @@ from holdfast.launch.processes import PARENT_VARIABLE as PARENT
 from holdfast.launch.ssh.hosts import VARIABLE as HOSTS
 from holdfast.pipelines.backends.interface import SKIPPED
 from holdfast.pipelines.runner import Execution, Handle, Node, Runner, plan
+from holdfast.pipelines.search_runner import SearchRunner
 from holdfast.pipelines.step_process import StepProcess
 from holdfast.pipelines.trials import Trials, text_of
 from holdfast.runtime.environment import OUTCOMES
 from holdfast.runtime.logs import configure_logging
 from holdfast.runtime.secrets import StreamRedactor
+from holdfast.search.method import Search
 from holdfast.spec import Spec, parse_spec
 from holdfast.spec.json_parsing import parse_json
 from holdfast.steps.outcomes import STOP_FILE, Outcome, read_outcomes
+from holdfast.store import open_store
 
 REQUEST = "request.json"
 OUTCOMES_FOLDER = "outcomes"
@@ -53,6 +56,8 @@ class Request:
     replan: bool = False
     trials: Sequence[Sequence[str]] = ()
     hosts: str = ""  # file of the machines that train; empty: this machine
+    search: Search | None = None
+    search_id: str = ""
 
     def write(self, folder: Path) -> None:
         """Write the request to the folder from which the worker reads it."""
@@ -156,11 +161,14 @@ def run_dag(folder: Path, holders: Sequence[int] = ()) -> int:
     """Run the request in `folder`. Returns the exit code of the first step that failed."""
     request = parse_json((folder / REQUEST).read_bytes(), Request, REQUEST)
     spec, trials = parse_spec(request.spec), tuple(map(tuple, request.trials))
-    parameters = {"salt": request.salt, "replan": str(request.replan).lower()} | (
-        {"trials": text_of(trials)} if trials else {}
-    )
+    parameters = {"salt": request.salt, "replan": str(request.replan).lower()}
     steps = LocalSteps(folder, request, holders)
-    runner = Runner(local_plan(spec, trials), steps, parameters)
+    if request.search is not None:
+        search, store = request.search, open_store(request.store)
+        runner: Runner = SearchRunner(search, request.search_id, spec, store, steps, parameters)
+    else:
+        given = {"trials": text_of(trials)} if trials else {}
+        runner = Runner(local_plan(spec, trials), steps, parameters | given)
     steps.on_stop = runner.request_stop
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: request_stop(folder))

@@ -1,0 +1,105 @@
+"""Runner of a search: it adds the nodes of the next trial when the former ones have ended.
+
+A decision is in the store before its training starts, and its score before the next decision. After a kill, the runner
+reads the log, repeats the step that was interrupted, and continues.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from holdfast.pipelines.runner import Node, Runner, StepBackend, _Running
+from holdfast.pipelines.table import START
+from holdfast.pipelines.trials import text_of
+from holdfast.search.log import WHOLE, Entry, append, decisions_of, pending, read_log, scores_of, trials_begun
+from holdfast.search.method import Search, next_decision
+from holdfast.spec import ExitCode, Spec
+from holdfast.store import Store
+
+# Failures that belong to the values of a trial, and that every repetition has. Any other failure ends the search; the
+# same command resumes it.
+OF_THE_TRIAL = (
+    ExitCode.BAD_SPEC,
+    ExitCode.BAD_DATA,
+    ExitCode.DIVERGED,
+    ExitCode.OUT_OF_MEMORY,
+    ExitCode.USER_CODE,
+)
+
+
+class SearchRunner(Runner):
+    """One execution of the DAG of a search: preprocess, trials one at a time, compare, and register the best."""
+
+    def __init__(
+        self, search: Search, search_id: str, spec: Spec, store: Store, backend: StepBackend, given: Mapping[str, str]
+    ) -> None:
+        """`given` are the parameters of the DAG, without the trials."""
+        super().__init__([Node(START)], backend, given)
+        self._steps |= {"train", "evaluate", "compare"}
+        self._copied |= {"train", "evaluate"}
+        self._search, self._id, self._budget, self._store = search, search_id, spec.training.steps, store
+        self._log = read_log(store, search_id)
+        self._has_all_trials = False
+        self._give_trials()
+
+    def _give_trials(self) -> None:
+        self._given = {**self._given, "trials": text_of(tuple(trials_begun(self._log)), self._id)}
+
+    def _enqueue(self) -> None:
+        super()._enqueue()
+        while not (self._waiting or self._queue or self._running or self._leaving or self._has_all_trials):
+            self._extend()
+            super()._enqueue()
+
+    def _extend(self) -> None:
+        """Add the nodes of the next decision, or the last ones."""
+        decision = pending(self._log) or next_decision(self._search, self._budget, self._log)
+        if decision is None:
+            trials = tuple(name for name, node in self._nodes.items() if node.trial)
+            self._add(Node("compare", before=trials or (START,)), Node("register", before=("compare",), when="blessed"))
+            self._has_all_trials = True
+            return
+        if (decision.trial, decision.until) not in decisions_of(self._log) and not self._write(decision):
+            return  # another controller decided
+        trial = Node("train", decision.trial, decision.changes, (START,), until=decision.until)
+        score = Node("evaluate", decision.trial, decision.changes, (trial.name,))
+        self._add(trial, *([score] if decision.until == WHOLE else []))
+
+    def _add(self, *nodes: Node) -> None:
+        self._nodes |= {node.name: node for node in nodes}
+        self._waiting += nodes
+
+    def _write(self, entry: Entry) -> bool:
+        """Add an entry to the log. If another controller was faster, read its log instead and return False."""
+        if created := append(self._store, self._id, len(self._log), entry):
+            self._log.append(entry)
+        else:
+            self._log = read_log(self._store, self._id)
+        self._give_trials()
+        return created
+
+    def _end(self, one: _Running, code: int) -> None:
+        node = one.node
+        if node.trial and code != ExitCode.OK and code not in OF_THE_TRIAL:
+            self._fail(code, one.execution.name)
+            return
+        super()._end(one, code)
+        if self._code == ExitCode.OK and node.trial and (score := self._score(node, code)) is not None:
+            while (score.trial, score.until) not in scores_of(self._log):
+                self._write(score)
+
+    def _score(self, node: Node, code: int) -> Entry | None:
+        """The score of a trial whose step has ended; None if another step follows."""
+        entry = Entry(kind="score", trial=node.trial, until=node.until)
+        if not self._ended[node.name]:
+            outcomes = [outcome for outcome in self._backend.outcomes() if outcome.part == str(node.trial)]
+            reasons = [outcome.reason for outcome in outcomes if outcome.step == node.step and outcome.reason]
+            failure = {"exit_code": code, "failed_step": node.step, "reason": reasons[-1] if reasons else ""}
+            return entry.model_copy(update=failure)
+        result = self._results[node.name]
+        if node.step == "train" and node.until:
+            return entry.model_copy(update={"step": result["step"], "loss": result["loss"]})
+        if node.step == "evaluate":
+            step = self._results[f"train-{node.trial}"]["step"]
+            return entry.model_copy(update={"step": step, "loss": result["metrics"]["loss"]})
+        return None

@@ -1,0 +1,83 @@
+"""Log of a search: its decisions and the scores that they depend on, as `sweeps/<search-id>/log/NNNNN.json`.
+
+An entry is created once and never changes. Of two controllers that write the same entry, one wins. The other one reads
+the entry of the winner and continues after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from holdfast.spec.errors import DataError
+from holdfast.store import Store, layout
+from holdfast.store.json_reading import read_json
+
+WHOLE = 0  # the budget of a trial that trains to its last step
+
+
+class Entry(BaseModel):
+    """A decision to train a trial up to a step, or the score of a trial at that step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: Literal["decision", "score"]
+    trial: int  # from 1
+    until: int  # optimizer steps; WHOLE: to the last step
+    changes: tuple[str, ...] = ()  # of a decision
+    step: int = 0  # of a score: the checkpoint that was measured. A trial trained before may be beyond `until`
+    loss: float | None = None  # of a score, held out, in nats per token; None: not finite, or the trial failed
+    exit_code: int = 0  # of a score: that of the step that failed permanently
+    failed_step: str = ""
+    reason: str = ""
+
+
+Entries = Sequence[Entry]
+
+
+def read_log(store: Store, search_id: str) -> list[Entry]:
+    """The entries of a search, oldest first. Raises DataError for a missing or damaged entry."""
+    prefix = layout.sweep(search_id, "log/")
+    keys = sorted(info.key for info in store.list(prefix))
+    for number, key in enumerate(keys):
+        if key != _key(search_id, number):
+            raise DataError(f"{_key(search_id, number)}: is missing in the log of the search; restore it")
+    return [read_json(store, key, Entry) for key in keys]
+
+
+def append(store: Store, search_id: str, number: int, entry: Entry) -> bool:
+    """Write entry `number`, from 0. Returns whether this call created it; False if another one is there."""
+    return store.put_if_absent(_key(search_id, number), entry.model_dump_json(indent=1).encode())
+
+
+def decisions_of(entries: Entries) -> dict[tuple[int, int], Entry]:
+    """The decisions by trial and budget."""
+    return {(entry.trial, entry.until): entry for entry in entries if entry.kind == "decision"}
+
+
+def scores_of(entries: Entries) -> dict[tuple[int, int], Entry]:
+    """The scores by trial and budget."""
+    return {(entry.trial, entry.until): entry for entry in entries if entry.kind == "score"}
+
+
+def last_score(entries: Entries, trial: int) -> Entry | None:
+    """The newest score of a trial."""
+    return next((entry for entry in reversed(entries) if entry.kind == "score" and entry.trial == trial), None)
+
+
+def pending(entries: Entries) -> Entry | None:
+    """The first decision without a score."""
+    scores = scores_of(entries)
+    return next((entry for key, entry in decisions_of(entries).items() if key not in scores), None)
+
+
+def trials_begun(entries: Entries) -> list[tuple[str, ...]]:
+    """The overrides of the trials that began, by number."""
+    begun = {entry.trial: entry.changes for entry in entries if entry.kind == "decision"}
+    return [begun[trial] for trial in sorted(begun)]
+
+
+def _key(search_id: str, number: int) -> str:
+    return layout.sweep(search_id, f"log/{number:05d}.json")
