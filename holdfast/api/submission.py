@@ -147,8 +147,9 @@ def request(
 ) -> RunRequest:
     """A checked request to run a spec, or with `over` a sweep, on a backend. Sends nothing.
 
-    `over`: a grid such as `["training.optimizer.learning_rate=1e-3,3e-3"]`, or a `Search`. `salt` separates runs of the same inputs. `replan` lets an
-    unfinished run continue under another plan. Raises SpecError, and MissingError for an unknown backend.
+    `over`: a grid such as `["training.optimizer.learning_rate=1e-3,3e-3"]`, or a `Search`. `salt` separates runs of the
+    same inputs. `replan` lets an unfinished run continue under another plan. Raises SpecError, and
+    MissingError for an unknown backend.
     """
     from holdfast.pipelines.backends.request import RunRequest, identify_request
     from holdfast.pipelines.trials import plan_trials

@@ -21,7 +21,7 @@ from holdfast.telemetry import phases
 
 def train(session: RankSession, batches: Iterable[tuple[int, NDArray[np.int64]]], start: int) -> None:
     """Train on `batches`, which are numbered batches with this rank's rows, from the state after `start` steps up
-    to the last step, or until an evaluation ends the run.
+    to the last step of the launch, or until an evaluation ends the run.
 
     Raises PreemptedError after a save if any rank received a stop request. Raises DivergedError if an anomaly ends the
     run. Raises WrongArithmeticError (LostPeerError on the sound ranks) if replicas of the state differ.
@@ -54,3 +54,4 @@ def train(session: RankSession, batches: Iterable[tuple[int, NDArray[np.int64]]]
         phases.enter("data")
     phases.enter("leave")
     session.saves.wait()
+    session.measure_pause()

@@ -87,6 +87,12 @@ class RankSession:
         phases.enter("check", done)
         return self.evaluation.decide(done)
 
+    def measure_pause(self) -> None:
+        """Measure the checkpoint at which this launch pauses, if it does. A collective call."""
+        if self.spec.pause_at is not None and self.evaluation is not None:
+            phases.enter("check", self.spec.pause_at)
+            self.evaluation.measure(self.spec.pause_at)
+
     def compute(self, step: int, rows: NDArray[int64], rate: float) -> StepOutput:
         """Run one optimizer step on this rank's rows of batch `step`. A collective call."""
         phases.enter("forward", step)

@@ -199,8 +199,6 @@ def work(
                 checkpointer.save(start, engine.saved(), checkpointer.near_start.scalars)
             with source.steps(start, spec.last_step) as ahead:
                 train(session, fed.record(ahead), start)
-            if spec.pause_at is not None and session.evaluation is not None:
-                session.evaluation.measure(spec.pause_at)
             if start == spec.last_step:  # an earlier attempt died between its last commit and the collection
                 checkpointer.collect_garbage(start)
             checkpointer.drop_local_tiers()

@@ -49,7 +49,8 @@ class Axis:
 
 
 def axes_of(over: Sequence[str]) -> tuple[Axis, ...]:
-    """The axes of items such as `model.layers=2,4`, `model.layers=2..8` and `model.layers=2..8 log`. Raises SpecError for an item without a valid range or list, and for a field that is named twice."""
+    """The axes of items such as `model.layers=2,4`, `model.layers=2..8` and `model.layers=2..8 log`. Raises SpecError
+    for an item without a valid range or list, and for a field that is named twice."""
     axes = [_axis(item) for item in over]
     fields = [axis.field for axis in axes]
     for field in fields:

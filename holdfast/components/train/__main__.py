@@ -17,8 +17,8 @@ from holdfast.telemetry import read_events
 
 
 def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool, until: str = "") -> StepResult:
-    """Train on a dataset from preprocess. The result is `TrainingResult`. `until` is the step at which a search pauses the
-    trial; the result then has the scores at that step."""
+    """Train on a dataset from preprocess. The result is `TrainingResult`. `until` is the step at which a search pauses
+    the trial; the result then has the scores at that step."""
     store = open_store(url)
     if spec.train.script is not None:
         return _script(spec, dataset_id, store, salt, replan)

@@ -67,8 +67,8 @@ def sweep(
     """Train a spec with several values of some fields on one dataset, compare them, and register the best one.
 
     The values are those of a grid, or --search chooses them from ranges: `random`, by Optuna's sampler (`tpe`), or at
-    random with most trials stopped early (`asha`). The same command resumes the sweep, or shows the comparison if it has finished. `holdfast show`, `logs`, `stop` and
-    `resume` take the id of the sweep or its name, NAME-sweep.
+    random with most trials stopped early (`asha`). The same command resumes the sweep, or shows the comparison if it
+    has finished. `holdfast show`, `logs`, `stop` and `resume` take the id of the sweep or its name, NAME-sweep.
 
     Example: holdfast sweep examples/quickstart.yaml --over training.optimizer.learning_rate=1e-3,3e-3
     """
