@@ -26,12 +26,19 @@ Steps = tuple[list[tuple[float, float]], list[tuple[str, tuple[int, ...], Any]]]
 
 
 def train_in_ranks(
-    size: int, url: str, folder: Path, runs: Runs, *, replan: bool = False, number: int = signal.SIGTERM
+    size: int,
+    url: str,
+    folder: Path,
+    runs: Runs,
+    *,
+    replan: bool = False,
+    number: int = signal.SIGTERM,
+    pause_at: int | None = None,
 ) -> list[str] | None:
-    """Train each of the runs with `size` ranks. Returns how each ended on rank 0 ("" or the name of the error), or None
-    if rank 0 was killed. `number` is the signal to send instead of SIGTERM.
+    """Train each of the runs with `size` ranks, to the step `pause_at` or the last one. Returns how each ended on rank 0
+    ("" or the name of the error), or None if rank 0 was killed. `number` is the signal to send instead of SIGTERM.
     """
-    endings: list[str] | None = in_ranks(size, _train_all, url, folder, runs, replan, number, seconds=400)[0]
+    endings: list[str] | None = in_ranks(size, _train_all, url, folder, runs, replan, number, pause_at, seconds=400)[0]
     return endings
 
 
@@ -86,7 +93,9 @@ def steps_of(engine: Engine, spec: Assignment, rank: int, size: int, batches: It
     return curve, [tensor for tensor in saved if not tensor[0].startswith("optimizer")]
 
 
-def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool, number: int) -> list[str]:
+def _train_all(
+    rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool, number: int, pause_at: int | None
+) -> list[str]:
     from holdfast.collectives import Gang
     from holdfast.rank.preemption import PreemptionSignal
     from holdfast.rank.worker import work
@@ -99,7 +108,8 @@ def _train_all(rank: int, size: int, url: str, folder: Path, runs: Runs, replan:
     gang, store, endings = Gang(), open_store(url), []
     for spec, (_, salt, stop_after) in zip(specs, runs, strict=True):
         identity = identity_of(spec, salt)
-        launch_number = gang.broadcast(launch(store, spec, salt, replan=replan) if rank == 0 else None, int | None)
+        launched = launch(store, spec, salt, replan=replan, pause_at=pause_at) if rank == 0 else None
+        launch_number = gang.broadcast(launched, int | None)
         leave = PreemptionSignal()
         leave.listen()
         stopper = Stopper(stop_after if rank == 0 else None, number)
@@ -119,10 +129,12 @@ def needs_group(spec: Spec) -> bool:
     return Assignment.of(spec, "", DATASET_ID).needs_group
 
 
-def launch(store: Store, spec: Spec, salt: str = "", *, replan: bool = False) -> int:
+def launch(store: Store, spec: Spec, salt: str = "", *, replan: bool = False, pause_at: int | None = None) -> int:
     """Record a launch as the launcher does."""
     weights = first_weights_digest(spec)
     assignment = Assignment.of(spec, identity_of(spec, salt), DATASET_ID, weights)
+    if pause_at is not None:
+        assignment = assignment.paused(pause_at, spec.evaluation)
     return claim_launch(store, assignment.run_id, assignment.model_dump(mode="json"), replan=replan)
 
 
