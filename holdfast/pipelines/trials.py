@@ -109,9 +109,9 @@ def _check_rungs(spec: Spec, search: Search) -> None:
         _refuse("asha", f"measures checkpoints, and those of {what} cannot be", "use random or tpe", "--search")
     if spec.evaluation.stop_after is not None:
         _refuse("asha", "ends trials by their rank, and evaluation.stop_after by itself", "remove one", "--search")
-    rungs = search.rungs(spec.training.steps)
     if search.reduction < 2 or search.min_steps < 0:
         _refuse(str(search.reduction), "promotes all trials", "give 2 or more", "--reduction")
+    rungs = search.rungs(spec.training.steps)
     if len(rungs) == 1:
         remedy = f"give less than training.steps = {spec.training.steps}"
         _refuse(str(search.min_steps), "leaves no rung", remedy, "--min-steps")

@@ -98,8 +98,8 @@ def test_a_search_without_untried_values_ends() -> None:
         ({"over": (f"{RATE}=a..b",)}, "is no range of numbers"),
         ({"over": (RANGE, RANGE)}, "is given twice"),
         ({"over": ("data.seed=1..5",)}, "is the same for all trials"),
-        ({"over": (f"{RATE}=-1..1",)}, "--over"),  # a rate below 0
-        ({"over": ("training.optimizer.no=1..5",)}, "training.optimizer.no"),
+        ({"over": (f"{RATE}=-1.0..1.0",)}, "--over"),  # a rate below 0
+        ({"over": ("training.optimizer.no=1..50",)}, "training.optimizer.no"),
         ({"over": ("training.seed=1..3",), "method": "random"}, "more than the values give: 3"),
         ({"trials": 1}, "is no number of trials"),
         ({"trials": 8}, "are too few: no trial of 2 promotions reaches the last step"),

@@ -158,7 +158,7 @@ def test_a_log_with_a_gap_is_refused(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     assert run(store, Steps()) == 0
     store.delete(layout.sweep(ID, "log/00002.json"))
-    with pytest.raises(DataError, match="00002.json: is missing"):
+    with pytest.raises(DataError, match=r"00002\.json: is missing"):
         run(store, Steps())
 
 

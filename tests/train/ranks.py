@@ -35,8 +35,8 @@ def train_in_ranks(
     number: int = signal.SIGTERM,
     pause_at: int | None = None,
 ) -> list[str] | None:
-    """Train each of the runs with `size` ranks, to the step `pause_at` or the last one. Returns how each ended on rank 0
-    ("" or the name of the error), or None if rank 0 was killed. `number` is the signal to send instead of SIGTERM.
+    """Train each of the runs with `size` ranks, to the step `pause_at` or the last one. Returns how each ended on rank
+    0 ("" or the name of the error), or None if rank 0 was killed. `number` is the signal to send instead of SIGTERM.
     """
     endings: list[str] | None = in_ranks(size, _train_all, url, folder, runs, replan, number, pause_at, seconds=400)[0]
     return endings

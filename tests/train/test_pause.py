@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from holdfast.checkpoint.lineage import newest_step
 from holdfast.components.train.step import _has_same_end, train_until
 from holdfast.engines.assignment import Assignment
@@ -17,16 +15,14 @@ from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
 SHORT = ("training.steps=6", "checkpoint.every_steps=100")
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_promoted_trial_has_the_bits_and_the_scores_of_the_run_made_alone(tmp_path: Path, ranks: int) -> None:
-    store, more = new_store(tmp_path / "store"), (f"parallel.processes={ranks}",) if ranks > 1 else ()
-    spec, measured = tiny_spec(*SHORT, *more), (*SHORT, *more, "evaluation.every_steps=2")
-    trial: Runs = [((*SHORT, *more), "trial", None)]
+def test_a_promoted_trial_has_the_bits_and_the_scores_of_the_run_made_alone(tmp_path: Path) -> None:
+    store, spec, measured = new_store(tmp_path / "store"), tiny_spec(*SHORT), (*SHORT, "evaluation.every_steps=2")
+    trial: Runs = [(SHORT, "trial", None)]
     for pause in (2, 4, 4):  # the second time, the controller was killed before it recorded the score
-        assert train_in_ranks(ranks, store.url, tmp_path / f"until-{pause}", trial, pause_at=pause) == [""]
+        assert train_in_ranks(1, store.url, tmp_path / f"until-{pause}", trial, pause_at=pause) == [""]
         assert newest_step(store, identity_of(spec, "trial")) == pause
     runs: Runs = [*trial, (measured, "alone", None)]
-    assert train_in_ranks(ranks, store.url, tmp_path / "rest", runs) == [""] * 2
+    assert train_in_ranks(1, store.url, tmp_path / "rest", runs) == [""] * 2
     assert trained(store, spec, "trial") == trained(store, spec, "alone")
     for step in (2, 4):
         scores = find_scores(store, identity_of(spec, "trial"), step)
