@@ -10,11 +10,10 @@ import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 
 from holdfast.search.method import DEFAULT_REDUCTION, Search, random_trials
 from holdfast.spec import Spec, SpecError, dump_spec
-from holdfast.spec.errors import Problem
+from holdfast.spec.errors import Problem, require_package
 
 MAX_TRIALS = 64
 MAX_SEARCHED = 1000  # trials of tpe and asha, which are no nodes of a compiled DAG
@@ -84,8 +83,7 @@ def plan_trials(spec: Spec, over: Sequence[str] | Search) -> tuple[Trials, Searc
     elif over.min_steps or over.reduction != DEFAULT_REDUCTION:
         _refuse(over.method, "has no rungs", "leave out --min-steps and --reduction, or use --search asha", "--search")
     if over.method == "tpe":
-        if find_spec("optuna") is None:
-            _refuse("tpe", "needs Optuna", "pip install 'holdfast[search]'", "--search")
+        require_package("optuna", "--search tpe")
         checked: Trials = tuple(itertools.islice(_corners(over), MAX_CORNERS))
     else:
         checked = random_trials(over)

@@ -359,6 +359,7 @@ EXTRAS = {
         "tasks": "lm_eval",
         "ray": "ray",
         "chaos": "moto",
+        "search": "optuna",
         "scripts": "transformers accelerate lightning",
     }.items()
     for module in modules.split()
