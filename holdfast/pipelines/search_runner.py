@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from holdfast.pipelines.runner import Node, Runner, StepBackend, _Running
 from holdfast.pipelines.table import START
 from holdfast.pipelines.trials import text_of
-from holdfast.search.log import WHOLE, Entry, append, decisions_of, pending, read_log, scores_of, trials_begun
+from holdfast.search.log import WHOLE, LogEntry, append, decisions_of, pending, read_log, scores_of, trials_begun
 from holdfast.search.method import Search, next_decision
 from holdfast.spec import ExitCode, Spec
 from holdfast.store import Store
@@ -69,7 +69,7 @@ class SearchRunner(Runner):
         self._nodes |= {node.name: node for node in nodes}
         self._waiting += nodes
 
-    def _write(self, entry: Entry) -> bool:
+    def _write(self, entry: LogEntry) -> bool:
         """Add an entry to the log. If another controller was faster, read its log instead and return False."""
         if created := append(self._store, self._id, len(self._log), entry):
             self._log.append(entry)
@@ -88,9 +88,9 @@ class SearchRunner(Runner):
             while (score.trial, score.until) not in scores_of(self._log):
                 self._write(score)
 
-    def _score(self, node: Node, code: int) -> Entry | None:
+    def _score(self, node: Node, code: int) -> LogEntry | None:
         """The score of a trial whose step has ended; None if another step follows."""
-        entry = Entry(kind="score", trial=node.trial, until=node.until)
+        entry = LogEntry(kind="score", trial=node.trial, until=node.until)
         if not self._ended[node.name]:
             outcomes = [outcome for outcome in self._backend.outcomes() if outcome.part == str(node.trial)]
             reasons = [outcome.reason for outcome in outcomes if outcome.step == node.step and outcome.reason]

@@ -18,7 +18,7 @@ from holdfast.store.json_reading import read_json
 WHOLE = 0  # the budget of a trial that trains to its last step
 
 
-class Entry(BaseModel):
+class LogEntry(BaseModel):
     """A decision to train a trial up to a step, or the score of a trial at that step."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,46 +34,46 @@ class Entry(BaseModel):
     reason: str = ""
 
 
-Entries = Sequence[Entry]
+LogEntries = Sequence[LogEntry]
 
 
-def read_log(store: Store, search_id: str) -> list[Entry]:
+def read_log(store: Store, search_id: str) -> list[LogEntry]:
     """The entries of a search, oldest first. Raises DataError for a missing or damaged entry."""
     prefix = layout.sweep(search_id, "log/")
     keys = sorted(info.key for info in store.list(prefix))
     for number, key in enumerate(keys):
         if key != _key(search_id, number):
             raise DataError(f"{_key(search_id, number)}: is missing in the log of the search; restore it")
-    return [read_json(store, key, Entry) for key in keys]
+    return [read_json(store, key, LogEntry) for key in keys]
 
 
-def append(store: Store, search_id: str, number: int, entry: Entry) -> bool:
+def append(store: Store, search_id: str, number: int, entry: LogEntry) -> bool:
     """Write entry `number`, from 0. Returns whether this call created it; False if another one is there."""
     return store.put_if_absent(_key(search_id, number), entry.model_dump_json(indent=1).encode())
 
 
-def decisions_of(entries: Entries) -> dict[tuple[int, int], Entry]:
+def decisions_of(entries: LogEntries) -> dict[tuple[int, int], LogEntry]:
     """The decisions by trial and budget."""
     return {(entry.trial, entry.until): entry for entry in entries if entry.kind == "decision"}
 
 
-def scores_of(entries: Entries) -> dict[tuple[int, int], Entry]:
+def scores_of(entries: LogEntries) -> dict[tuple[int, int], LogEntry]:
     """The scores by trial and budget."""
     return {(entry.trial, entry.until): entry for entry in entries if entry.kind == "score"}
 
 
-def last_score(entries: Entries, trial: int) -> Entry | None:
+def last_score(entries: LogEntries, trial: int) -> LogEntry | None:
     """The newest score of a trial."""
     return next((entry for entry in reversed(entries) if entry.kind == "score" and entry.trial == trial), None)
 
 
-def pending(entries: Entries) -> Entry | None:
+def pending(entries: LogEntries) -> LogEntry | None:
     """The first decision without a score."""
     scores = scores_of(entries)
     return next((entry for key, entry in decisions_of(entries).items() if key not in scores), None)
 
 
-def trials_begun(entries: Entries) -> list[tuple[str, ...]]:
+def trials_begun(entries: LogEntries) -> list[tuple[str, ...]]:
     """The overrides of the trials that began, by number."""
     begun = {entry.trial: entry.changes for entry in entries if entry.kind == "decision"}
     return [begun[trial] for trial in sorted(begun)]

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from holdfast.search.log import WHOLE, Entries, Entry, decisions_of, scores_of, trials_begun
+from holdfast.search.log import WHOLE, LogEntries, LogEntry, decisions_of, scores_of, trials_begun
 from holdfast.search.space import Axis, axes_of, draw
 from holdfast.spec.identity import digest
 
@@ -61,7 +61,7 @@ def random_trials(search: Search) -> tuple[tuple[str, ...], ...]:
     return tuple(trials)
 
 
-def next_decision(search: Search, steps: int, entries: Entries) -> Entry | None:
+def next_decision(search: Search, steps: int, entries: LogEntries) -> LogEntry | None:
     """What to train next. None if the search has no more to train, apart from decisions without a score.
 
     `asha` promotes before it begins a trial (Li et al. 2020, algorithm 2): from the highest rung down, the best of the
@@ -71,7 +71,7 @@ def next_decision(search: Search, steps: int, entries: Entries) -> Entry | None:
     for rung, above in reversed(list(pairwise(rungs))):
         for trial in promotable(search, rung, entries):
             if (trial, above) not in decided:
-                return Entry(kind="decision", trial=trial, until=above, changes=decided[trial, rung].changes)
+                return LogEntry(kind="decision", trial=trial, until=above, changes=decided[trial, rung].changes)
     number = len(begun) + 1
     if number > search.trials:
         return None
@@ -79,17 +79,17 @@ def next_decision(search: Search, steps: int, entries: Entries) -> Entry | None:
     changes = _suggestion(search, number, entries) if search.method == "tpe" else drawn
     if changes in begun:  # a list of few values
         changes = drawn
-    return None if changes is None else Entry(kind="decision", trial=number, until=rungs[0], changes=changes)
+    return None if changes is None else LogEntry(kind="decision", trial=number, until=rungs[0], changes=changes)
 
 
-def promotable(search: Search, rung: int, entries: Entries) -> list[int]:
+def promotable(search: Search, rung: int, entries: LogEntries) -> list[int]:
     """The trials in the top 1/reduction of a rung, best first. Equal losses are in the order of the trials."""
     in_rung = [score for (_, until), score in scores_of(entries).items() if until == rung]
     losses = sorted((score.loss, score.trial) for score in in_rung if score.loss is not None)
     return [trial for _, trial in losses[: len(in_rung) // search.reduction]]
 
 
-def _suggestion(search: Search, number: int, entries: Entries) -> tuple[str, ...]:
+def _suggestion(search: Search, number: int, entries: LogEntries) -> tuple[str, ...]:
     """The values that Optuna's TPE sampler suggests after the scores of the log. It is made anew for each trial with a
     seed of the trial, so that it has no state but the log."""
     import optuna

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from holdfast.pipelines.trials import plan_trials
-from holdfast.search.log import WHOLE, Entry, pending
+from holdfast.search.log import WHOLE, LogEntry, pending
 from holdfast.search.method import Search, next_decision, promotable, random_trials
 from holdfast.search.space import axes_of
 from holdfast.spec import SpecError, parse_spec
@@ -17,30 +17,30 @@ from holdfast.spec import SpecError, parse_spec
 RATE = "training.optimizer.learning_rate"
 RANGE = f"{RATE}=1e-5..1e-1 log"
 SPEC = parse_spec("{name: a, data: {sources: [{uri: x}]}, training: {steps: 90}}")
-Loss = Callable[[Entry], float | None]
+Loss = Callable[[LogEntry], float | None]
 
 
-def rate_of(entry: Entry) -> float:
+def rate_of(entry: LogEntry) -> float:
     return float(entry.changes[0].partition("=")[2])
 
 
-def distance(entry: Entry) -> float:
+def distance(entry: LogEntry) -> float:
     """A loss with its minimum at a rate of 1e-3."""
     return (math.log10(rate_of(entry)) + 3) ** 2
 
 
-def searched(search: Search, loss: Loss, steps: int = 90) -> list[Entry]:
+def searched(search: Search, loss: Loss, steps: int = 90) -> list[LogEntry]:
     """The log of a whole search."""
-    log: list[Entry] = []
+    log: list[LogEntry] = []
     while (decision := next_decision(search, steps, log)) is not None:
         log.append(decision)
         assert pending(log) == decision
         step = decision.until or steps
-        log.append(Entry(kind="score", trial=decision.trial, until=decision.until, step=step, loss=loss(decision)))
+        log.append(LogEntry(kind="score", trial=decision.trial, until=decision.until, step=step, loss=loss(decision)))
     return log
 
 
-def decided(log: list[Entry]) -> list[tuple[int, int]]:
+def decided(log: list[LogEntry]) -> list[tuple[int, int]]:
     return [(entry.trial, entry.until) for entry in log if entry.kind == "decision"]
 
 

@@ -16,7 +16,7 @@ from holdfast.pipelines.trials import text_of
 from holdfast.scoring import settings_key
 from holdfast.scoring.comparison import TrialList
 from holdfast.search import log as search_log
-from holdfast.search.log import WHOLE, Entry, append, read_log, trials_begun
+from holdfast.search.log import WHOLE, LogEntry, append, read_log, trials_begun
 from holdfast.search.method import Search
 from holdfast.spec import ExitCode, parse_spec, run_id
 from holdfast.spec.errors import DataError
@@ -126,10 +126,10 @@ def test_a_controller_that_is_killed_at_any_point_makes_the_same_decisions(
 
 def test_an_entry_of_another_controller_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = open_store(tmp_path.as_uri())
-    other = Entry(kind="decision", trial=1, until=2, changes=("training.optimizer.learning_rate=0.005",))
+    other = LogEntry(kind="decision", trial=1, until=2, changes=("training.optimizer.learning_rate=0.005",))
     original = search_log.append
 
-    def late(store: Store, search: str, number: int, entry: Entry) -> bool:
+    def late(store: Store, search: str, number: int, entry: LogEntry) -> bool:
         if number == 0:
             original(store, search, 0, other)
         return original(store, search, number, entry)

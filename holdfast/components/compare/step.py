@@ -22,7 +22,7 @@ from holdfast.scoring.comparison import (
     sweep_name,
     trials_of,
 )
-from holdfast.search.log import WHOLE, Entries, decisions_of, last_score, read_log, scores_of
+from holdfast.search.log import WHOLE, LogEntries, decisions_of, last_score, read_log, scores_of
 from holdfast.spec import ExitCode, HoldfastError, Spec
 from holdfast.steps.outcomes import KILLED, Outcome
 from holdfast.store import Store, layout
@@ -96,7 +96,7 @@ def compare(
     return comparison
 
 
-def _rungs(entries: Entries, steps: int) -> tuple[Rung, ...]:
+def _rungs(entries: LogEntries, steps: int) -> tuple[Rung, ...]:
     """The rungs of a search by ASHA; empty for another one, whose trials all train to their last step."""
     counts = Counter(until for _, until in scores_of(entries))
     decided = Counter(until for _, until in decisions_of(entries))

@@ -25,7 +25,7 @@ ConcurrentTrials = Annotated[
 
 
 @dataclass(frozen=True)
-class SearchOptions:
+class MethodOptions:
     """How a sweep chooses its trials."""
 
     method: Annotated[str, typer.Option("--search", metavar="METHOD", help="random, tpe or asha. Default: a grid.")] = (
@@ -58,7 +58,7 @@ def sweep(
     spec: SpecOptions,
     where: BackendOptions,
     options: RunOptions,
-    search: SearchOptions,
+    search: MethodOptions,
     over: Over = None,
     concurrent_trials: ConcurrentTrials = 0,
     dry_run: DryRun = False,
