@@ -37,9 +37,11 @@ class Target(StrEnum):
     DEPLOYMENT = "deployment"
     DEEPSPEED = "deepspeed"
     FORM = "form"
+    COMPONENT = "component"
 
 
 WITH_SWEEPS = (Target.KFP, Target.ARGO)  # they also take an image
+WITH_IMAGE = (*WITH_SWEEPS, Target.COMPONENT)
 
 
 def schema() -> dict[str, Any]:
@@ -98,7 +100,7 @@ def compile_spec(
     from holdfast.pipelines.backends.request import RunRequest
 
     system = target_of(target)
-    if image and system not in WITH_SWEEPS:
+    if image and system not in WITH_IMAGE:
         raise UsageError(f"the target {system} takes its image from cluster.image", "--image", "leave it out")
     if over and system not in WITH_SWEEPS:
         raise UsageError(f"the target {system} has no sweeps", "--over", f"use one of {', '.join(WITH_SWEEPS)}")
@@ -244,6 +246,12 @@ def _form(spec: Spec, _image: str | None) -> str:
     return json.dumps(RunRequest(spec).escaped_parameters()["spec"], indent=2, ensure_ascii=False)
 
 
+def _component(spec: Spec, image: str | None) -> str:
+    from holdfast.pipelines.backends.kubeflow.compile import component_text
+
+    return component_text(spec, image)
+
+
 def _deepspeed(spec: Spec, _image: str | None) -> str:
     """The configuration of the DeepSpeed engine. Raises SpecError for another engine."""
     from holdfast.engines.deepspeed.config import deepspeed_config
@@ -264,4 +272,5 @@ _WRITERS = {
     Target.DEPLOYMENT: _deployment,
     Target.DEEPSPEED: _deepspeed,
     Target.FORM: _form,
+    Target.COMPONENT: _component,
 }

@@ -1,14 +1,14 @@
 """Replay of a run: computes its steps again and compares them bit by bit with its record.
 
-It compares the history (loss, gradient norm, learning rate, tokens, samples, recorded state digests) and the digests of
-the remaining checkpoints. It reads the run's store and changes nothing there.
+It compares the history (loss, gradient norm, learning rate, tokens, samples, recorded state digests; for a script, all
+its metrics) and the digests of the remaining checkpoints. It reads the run's store and changes nothing there.
 """
 
 from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,21 +18,21 @@ from holdfast.checkpoint import Manifest, list_attempts, read_manifest
 from holdfast.checkpoint.attempts import read_attempt
 from holdfast.checkpoint.lineage import counted_steps, newest_step
 from holdfast.code.resolve import require_known_code
-from holdfast.code.script import refuse_script
 from holdfast.components.train.step import GangError
 from holdfast.engines.assignment import Assignment
+from holdfast.launch.emitters import script_arguments, script_environment
 from holdfast.launch.interface import Job
 from holdfast.launch.launches import read_launch
 from holdfast.launch.local.launcher import LocalLauncher
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec import Spec
-from holdfast.spec.errors import DataError, MissingError, PlanChangedError
+from holdfast.spec.errors import DataError, MissingError, PlanChangedError, Problem, SpecError
 from holdfast.spec.functions import code_arguments, rank_functions, require_functions
 from holdfast.spec.json_parsing import parse_json_lines
 from holdfast.spec.plan import Segment
 from holdfast.store import Store
 from holdfast.telemetry import Row, read_history
-from holdfast.telemetry.history import PURE_FIELDS
+from holdfast.telemetry.history import is_pure
 
 LOOK_SECONDS = 0.5  # between two reads of the ranks' progress
 
@@ -79,13 +79,15 @@ def replay_steps(
 
     Raises:
 
-    - SpecError for a run of a training script.
+    - SpecError for a training script with `determinism: off`, unless `anyway`.
     - DataError for steps that were not committed, or were computed under two plans.
     - MissingError if no state is left to begin from.
     - PlanChangedError if this machine differs from that of the run, unless `anyway`.
     - GangError if the ranks fail.
     """
-    refuse_script(spec, "audit replay", "use `holdfast verify`, which runs the script twice and compares the bits")
+    if spec.train.script is not None and spec.train.determinism == "off" and not anyway:
+        message, remedy = "promises nothing about the bits of a script", "say --anyway to compute its steps regardless"
+        raise SpecError([Problem("train.determinism", "off", message, remedy)])
     newest = newest_step(store, run_id)
     if newest is None or not 1 <= first <= last <= newest:
         raise DataError(f"run {run_id} has the committed steps 1 to {newest or 0}, and not all of {first} to {last}")
@@ -93,32 +95,19 @@ def replay_steps(
     start = max((step for step in counted_steps(store, run_id) if step < first), default=0)
     launch, ranks = _computed_by(store, manifest, start, last)
     segment = _segment(manifest, start, last)
-    assignment = Assignment.recorded(read_launch(store, run_id, launch).assignment, f"launch {launch} of run {run_id}")
-    if functions := rank_functions(assignment):
-        require_known_code(spec, f"run {run_id}")
-        require_functions(spec, json.dumps(functions), f"the metadata of run {run_id}")
+    recorded = read_launch(store, run_id, launch).assignment
     with temporary_folder("replay") as name:
         folder = Path(name)
         results, plan = folder / "rows.jsonl", folder / "plan.json"
         results.touch()
-        command = ["-m", "holdfast.audit.replay_rank", "--of", run_id, "--launch", str(launch)]
+        command = ["--of", run_id, "--launch", str(launch)]
         command += ["--root", store.url, "--from-step", str(start), "--to-step", str(last), "--results", str(results)]
-        command += code_arguments(spec.code, functions)
         if start:  # the ranks open it by its step, and its root may be replaced by then
             command += ["--state-digest", read_manifest(store, run_id, start).state_digest]
         if not anyway:
             plan.write_text(segment.plan.model_dump_json())
             command += ["--plan", str(plan)]
-        job = Job(
-            name=f"replay-{run_id}",
-            run_id=run_id,
-            launch=launch,
-            command=command,
-            processes=ranks,
-            threads=assignment.parallel.threads,
-            grace_seconds=5,
-            cluster=spec.cluster,
-        )
+        job = _job(spec, run_id, launch, ranks, command, recorded)
         with _watched(results, last - start, progress), closing(LocalLauncher(folder)) as launcher:
             ending = launcher.run(job)
         if ending.code == PlanChangedError.exit_code:
@@ -129,6 +118,35 @@ def replay_steps(
             raise GangError(f"the replay ended ({ending.reason}); the end of its log:\n{tail}", ending.code)
         computed = parse_json_lines(results.read_bytes(), str(results))
     return _compared(store, run_id, computed, start, last, segment)
+
+
+def _job(spec: Spec, run_id: str, launch: int, ranks: int, command: Sequence[str], recorded: Mapping[str, Any]) -> Job:
+    """The job of a replay of `launch`, whose assignment is `recorded`. `command`: the arguments of a rank. Raises
+    MissingError for code that is not of this machine."""
+    source = f"launch {launch} of run {run_id}"
+    threads, environment = spec.parallel.threads, dict[str, str]()
+    if spec.train.script is not None:
+        require_known_code(spec, f"run {run_id}")
+        module, own = "holdfast.audit.replay_script_rank", script_arguments(spec)
+        environment = script_environment(spec)
+    else:
+        assignment = Assignment.recorded(recorded, source)
+        if functions := rank_functions(assignment):
+            require_known_code(spec, f"run {run_id}")
+            require_functions(spec, json.dumps(functions), f"the metadata of run {run_id}")
+        module, own = "holdfast.audit.replay_rank", code_arguments(spec.code, functions)
+        threads = assignment.parallel.threads
+    return Job(
+        name=f"replay-{run_id}",
+        run_id=run_id,
+        launch=launch,
+        command=["-m", module, *command, *own],
+        processes=ranks,
+        threads=threads,
+        grace_seconds=5,
+        cluster=spec.cluster,
+        environment=environment,
+    )
 
 
 def _computed_by(store: Store, manifest: Manifest, start: int, last: int) -> tuple[int, int]:
@@ -166,10 +184,10 @@ def _compared(store: Store, run_id: str, computed: list[Row], start: int, last: 
     for step in counted_steps(store, run_id):
         if start < step <= last:
             recorded.setdefault(step, {})["state_digest"] = read_manifest(store, run_id, step).state_digest
-    names, figures, digests = (*PURE_FIELDS, "state_digest"), 0, 0
+    figures, digests = 0, 0
     for row in computed:
         there = recorded.get(row["step"], {})
-        known = [name for name in names if name in there and name in row]
+        known = [name for name in row if name in there and is_pure(name)]
         figures, digests = figures + len(known), digests + ("state_digest" in known)
         if differing := [StepDifference(name, there[name], row[name]) for name in known if there[name] != row[name]]:
             return ReplayResult(start, last, figures, digests, segment.plan.summary, row["step"], tuple(differing))

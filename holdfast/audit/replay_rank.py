@@ -6,7 +6,6 @@ there. It claims no attempt and saves no state. It runs the training loop, with 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 from collections.abc import Mapping
@@ -17,7 +16,9 @@ from typing import Any
 
 import torch
 
+from holdfast.audit.rank_arguments import replay_parser
 from holdfast.checkpoint import open_checkpoint
+from holdfast.checkpoint.reader import require_state
 from holdfast.code.resolve import enter_code
 from holdfast.collectives import Gang, noticing_lost_peers
 from holdfast.dataset import Dataset, Prefetcher
@@ -32,7 +33,7 @@ from holdfast.rank.anomalies import Anomalies
 from holdfast.rank.batch_digest import BatchDigest
 from holdfast.rank.loop import train
 from holdfast.rank.observers import FinishedStep
-from holdfast.rank.plan import plan_of, require_one_plan
+from holdfast.rank.plan import plan_of, require_one_plan, require_recorded_plan
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import make_deterministic
 from holdfast.rank.session import RankSession
@@ -44,7 +45,6 @@ from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import exit_code_of
 from holdfast.runtime.logs import configure_logging
 from holdfast.spec.batch_sizes import BatchSizes
-from holdfast.spec.errors import DataError, PlanChangedError
 from holdfast.spec.functions import require_functions
 from holdfast.spec.plan import Plan
 from holdfast.store import Store, open_store
@@ -76,12 +76,8 @@ def replay(
     leave.join()
     here = plan_of(spec, device)
     require_one_plan(gang.all_gather(here, Plan), spec.training.determinism)
-    if plan is not None and here.fingerprint != plan.fingerprint:
-        changes = "; ".join(plan.differences(here, "in the run", "here"))
-        raise PlanChangedError(
-            f"this machine computes in another way than the one that the run was computed on: {changes}. Replay it on "
-            "one like that, or say --anyway: what differs then proves nothing"
-        )
+    if plan is not None:
+        require_recorded_plan(plan, here)
     with closing(build_engine(spec, dataset.vocabulary, dataset.separator)) as engine:
         first = cache(lambda: first_state(spec, dataset.vocabulary, store))
         for box in engine.frozen():
@@ -95,11 +91,8 @@ def replay(
                 if step:
                     checkpoint = open_checkpoint(store, run_id, step)
                     reading.enter_context(checkpoint.marked())
-                    if state_digest and step == start and checkpoint.manifest.state_digest != state_digest:
-                        raise DataError(
-                            f"run {run_id}: the checkpoint at step {step} was replaced by one with other bits while "
-                            "the replay began; run the same command again"
-                        )
+                    if step == start:
+                        require_state(checkpoint.manifest, state_digest)
                     checkpoint.fill(boxes := engine.boxes())
                     require_left_out_taken(checkpoint.tensors, boxes)
                     scalars = checkpoint.manifest.scalars
@@ -176,16 +169,10 @@ def figure(value: torch.Tensor) -> float | None:
 
 
 def main() -> None:
-    """Entry point of a rank. Its arguments have other names than those of a training rank, whose logs and saves are
-    kept."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name, kind in (("of", str), ("launch", int), ("root", str), ("from-step", int), ("to-step", int)):
-        parser.add_argument(f"--{name}", required=True, type=kind)
-    parser.add_argument("--plan", type=Path)
-    parser.add_argument("--state-digest", default="")
+    """Entry point of a rank."""
+    parser = replay_parser(__doc__)
     parser.add_argument("--code")
     parser.add_argument("--functions", default="")
-    parser.add_argument("--results", required=True, type=Path)
     options = parser.parse_args()
     die_with_parent()
     record = RankRecord()

@@ -54,6 +54,15 @@ def open_checkpoint(store: Store, run_id: str, step: int) -> Checkpoint:
     return Checkpoint(store, read_manifest(store, run_id, step))
 
 
+def require_state(manifest: Manifest, state_digest: str) -> None:
+    """Raises DataError if a checkpoint has another state digest than `state_digest`, unless that is empty."""
+    if state_digest and manifest.state_digest != state_digest:
+        raise DataError(
+            f"run {manifest.run_id}: the checkpoint at step {manifest.step} was replaced by one with other bits while "
+            "it was read; run the same command again"
+        )
+
+
 @dataclass(frozen=True)
 class PieceInfo:
     """A piece of a tensor: its position there, and the digest of its content."""

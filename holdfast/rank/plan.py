@@ -45,6 +45,16 @@ def plan_of(assignment: Assignment, device: torch.device) -> Plan:
     return Plan(settings=settings, surroundings=surroundings_of(device, parallel.engine), free=free)
 
 
+def require_recorded_plan(recorded: Plan, here: Plan) -> None:
+    """Raises PlanChangedError if a replay on this machine would compute differently from the run."""
+    if here.fingerprint != recorded.fingerprint:
+        changes = "; ".join(recorded.differences(here, "in the run", "here"))
+        raise PlanChangedError(
+            f"this machine computes in another way than the one that the run was computed on: {changes}. Replay it on "
+            "one like that, or say --anyway: what differs then proves nothing"
+        )
+
+
 def require_one_plan(plans: Sequence[Plan], determinism: str) -> None:
     """Refuse a gang whose ranks do not compute alike, because after a restart ranks may change places. `plans` are
     in rank order. Raises PlanChangedError with each odd rank and its differences. Under determinism `off` it only

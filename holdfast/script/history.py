@@ -76,6 +76,12 @@ class ScriptHistory:
         covered = [row for row in tuple(self._rows) if after < row["step"] <= step]
         return segment(self._run_id, after, covered, self._attempt)
 
+    def drain(self) -> list[Row]:
+        """All rows so far, which are dropped here."""
+        self.read()
+        rows, self._rows = self._rows, []
+        return rows
+
     def committed(self, step: int) -> None:
         """Drop the rows up to `step`. Runs in another thread concurrently with `add`."""
         self._committed = step

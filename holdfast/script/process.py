@@ -75,7 +75,7 @@ class ScriptProcess:
             folder = fetch_code(store, self.code)
             phases.enter("script")  # which may take any time, as inputs may
             inputs = fetch_inputs(self.inputs)
-            _meet_by_file()
+            meet_by_file()
             sessions.launched = sessions.Launched(
                 store,
                 self.launch,
@@ -87,10 +87,10 @@ class ScriptProcess:
                 self.record,
                 inputs,
             )
-            _run(folder / self.entry, self.arguments, assignment.restart_on)
+            run_entry(folder / self.entry, self.arguments, assignment.restart_on)
 
 
-def _run(entry: Path, arguments: Sequence[str], restart_on: str) -> None:
+def run_entry(entry: Path, arguments: Sequence[str], restart_on: str) -> None:
     """Run a script as `__main__`, and end its session."""
     sys.argv = [str(entry), *arguments]
     sys.path.insert(0, str(entry.parent))
@@ -150,7 +150,7 @@ def _failure(raised: Exception, entry: Path, restart_on: str) -> BaseException:
         return failure
 
 
-def _meet_by_file() -> None:
+def meet_by_file() -> None:
     """Have `init_process_group` of the script use the meeting point of the launch: without an open port on one
     node."""
     # The package has a function of the same name.
@@ -168,10 +168,14 @@ def _meet_by_file() -> None:
     handlers["env"] = meet
 
 
+def split_arguments(words: list[str]) -> tuple[list[str], list[str]]:
+    """The arguments of a rank, and those of its script, which follow `--`."""
+    return (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+
+
 def main() -> None:
     """Entry point of a rank."""
-    words = sys.argv[1:]
-    own, arguments = (words[: words.index("--")], words[words.index("--") + 1 :]) if "--" in words else (words, [])
+    own, arguments = split_arguments(sys.argv[1:])
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--launch", required=True, type=int)

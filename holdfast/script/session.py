@@ -81,6 +81,10 @@ class Launched:
     record: RankRecord
     inputs: Mapping[str, Path] = field(default_factory=dict)  # by name
 
+    def session(self, seed: int | None, seed_rank: int | None) -> ManagedSession:
+        """The session of the script."""
+        return ManagedSession(self, seed, seed_rank)
+
 
 class ManagedSession(Session):
     """The session of a rank in a managed launch."""
@@ -107,16 +111,9 @@ class ManagedSession(Session):
 
     def restore(self, *, per_rank: Mapping[str, Any] = {}, steps: int | None = None, **state: Any) -> int:
         """See Session."""
-        if self._step is not None:
-            raise StateError("session.restore was called twice; give all objects in one call")
-        if self.world_size > 1 and not dist.is_initialized():
-            raise StateError("session.restore needs the process group: call torch.distributed.init_process_group first")
         launched, assignment = self._launched, self._assignment
-        phases.enter("meet")
-        launched.leave.join()
-        self._gang = gang = Gang()
-        device = local_device(assignment.accelerator)
-        plan = agree_on_plan(assignment, device, gang)
+        device, plan = self._meet()
+        gang = self._gang
         claiming = partial(
             claim,
             launched.store,
@@ -170,13 +167,8 @@ class ManagedSession(Session):
         self._count(step)
         phases.enter("check", step)
         self.keep_listening()
-        held = None
-        every, state_digest = self._assignment.checkpoint.digest_every, None
-        if every is not None and step % every == 0:
-            held = self._state.live()
-            self._state.require_equal(held, step)
-            parts = self._gang.all_gather(digest_of(self._state.saved(held)), StateDigest)
-            state_digest = str(sum(parts, StateDigest()))
+        every = self._assignment.checkpoint.digest_every
+        state_digest = self._state_digest(step) if every is not None and step % every == 0 else None
         lap = phases.lap()
         self._history.add(step, metrics, state_digest, lap, self.epoch if self._has_epochs else None)
         self._accounts.on_step(_Timed(step, lap))
@@ -302,6 +294,25 @@ class ManagedSession(Session):
         if self._folder is not None:
             self._folder.cleanup()
 
+    def _meet(self) -> tuple[torch.device, Plan]:
+        """Join the gang. Returns the device of this rank and the plan of the gang. Collective."""
+        if self._step is not None:
+            raise StateError("session.restore was called twice; give all objects in one call")
+        if self.world_size > 1 and not dist.is_initialized():
+            raise StateError("session.restore needs the process group: call torch.distributed.init_process_group first")
+        phases.enter("meet")
+        self._launched.leave.join()
+        self._gang = Gang()
+        device = local_device(self._assignment.accelerator)
+        return device, agree_on_plan(self._assignment, device, self._gang)
+
+    def _state_digest(self, step: int) -> str:
+        """The digest of the state of all ranks after `step`. Collective."""
+        held = self._state.live()
+        self._state.require_equal(held, step)
+        parts = self._gang.all_gather(digest_of(self._state.saved(held)), StateDigest)
+        return str(sum(parts, StateDigest()))
+
     def _begin(self, attempt: Attempt, device: torch.device, start: int, steps: int | None) -> None:
         """Start what lasts until the end of the script."""
         assignment, gang, store = self._assignment, self._gang, self._launched.store
@@ -410,7 +421,7 @@ def session(*, seed: int | None = None, seed_rank: int | None = None) -> Session
     """
     global _session  # noqa: PLW0603 - a process has one
     if _session is None:
-        _session = Session(seed, seed_rank) if launched is None else ManagedSession(launched, seed, seed_rank)
+        _session = Session(seed, seed_rank) if launched is None else launched.session(seed, seed_rank)
     return _session
 
 

@@ -42,6 +42,7 @@ OBJECTIVE = "objective."
 EVALUATION = "evaluation."  # scores of an earlier step, `evaluation.step`
 
 PURE_FIELDS = ("step", "loss", "grad_norm", "learning_rate", "tokens", "samples")  # equal in every attempt, bit for bit
+MEASURED_FIELDS = ("time", "step_seconds", "tokens_per_second", "mfu")
 READ_BYTES = 16 * 2**20  # limit of segments that are read together
 TRIES = 5  # limit for a reader whose segments are folded while it reads
 MAX_ROOT_BYTES = 1 << 28  # equal to that of `checkpoint.root`
@@ -53,6 +54,11 @@ class _Root(BaseModel):
     """The history field of the root of a checkpoint."""
 
     history: tuple[tuple[int, int], ...]
+
+
+def is_pure(name: str) -> bool:
+    """Whether a field of a row of a script is equal in every attempt, bit for bit: whether it is not measured."""
+    return name not in MEASURED_FIELDS and not name.startswith(("system.", PHASE_SECONDS))
 
 
 def segment(run_id: str, after: int, rows: Sequence[Row], attempt: int) -> dict[str, str]:

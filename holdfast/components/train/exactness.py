@@ -39,11 +39,9 @@ from holdfast.telemetry.exactness import (
     write_exactness,
     write_verification,
 )
+from holdfast.telemetry.history import is_pure
 
 log = logging.getLogger("holdfast.train")
-
-# Fields of a row that are measured, and differ from attempt to attempt.
-_MEASURED = ("time", "step_seconds", "system.", "phase_seconds.")
 
 
 def nothing_saved(spec: Spec) -> str:
@@ -215,5 +213,5 @@ def _rows(store: Store, calm: str, stopped: str, resume_at: int) -> list[str]:
 
 
 def _differing(mine: Row, theirs: Row) -> Sequence[str]:
-    names = [name for name in {**mine, **theirs} if not name.startswith(_MEASURED) and name != "state_digest"]
+    names = [name for name in {**mine, **theirs} if is_pure(name) and name != "state_digest"]
     return [name for name in names if mine.get(name) != theirs.get(name)]

@@ -58,12 +58,8 @@ def training_job(
     environment: dict[str, str] = {CLOUD: spec.cluster.spot} if spec.cluster.spot else {}
     if spec.train.script is not None:
         # What runs is on the command line, so write access to the store changes neither the code nor its arguments.
-        module = "holdfast.script.process"
-        own = ["--code", str(spec.code), "--entry", spec.train.script, *spec.train.input_arguments]
-        own += ["--", *spec.train.arguments]
-        environment["PYTHONHASHSEED"] = "0"
-        if spec.train.preload:
-            environment[PRELOAD_VARIABLE] = " ".join(spec.train.preload)
+        module, own = "holdfast.script.process", script_arguments(spec)
+        environment |= script_environment(spec)
     worker = ["-m", module, "--run-id", run_id, "--launch", str(launch), "--store", store, *own]
     return Job(
         name=f"holdfast-{run_id}-{launch}",
@@ -79,6 +75,18 @@ def training_job(
         excluded_nodes=excluded_nodes,
         leaving_nodes=leaving_nodes,
     )
+
+
+def script_arguments(spec: Spec) -> list[str]:
+    """The arguments of a rank that name its script: the code, the file, the inputs, and the script's own."""
+    own = ["--code", str(spec.code), "--entry", str(spec.train.script), *spec.train.input_arguments]
+    return [*own, "--", *spec.train.arguments]
+
+
+def script_environment(spec: Spec) -> dict[str, str]:
+    """The environment variables of the ranks of a script."""
+    preload = {PRELOAD_VARIABLE: " ".join(spec.train.preload)} if spec.train.preload else {}
+    return {"PYTHONHASHSEED": "0", **preload}
 
 
 def objects_for(job: Job, owner: Owner | None = None) -> list[dict[str, Any]]:

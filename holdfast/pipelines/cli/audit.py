@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Annotated, NoReturn
 
 import typer
 
 from holdfast import api
-from holdfast.api.run_handle import trained_spec
+from holdfast.api.run_handle import replayable_spec
 from holdfast.pipelines.cli.options import AsJson, Overrides, RunName, StoreRoot, open_chosen, out, print_json
-from holdfast.spec.errors import ExitCode
+from holdfast.spec.errors import ExitCode, HoldfastError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -163,7 +164,7 @@ def replay(
         result = replay_steps(
             opened_store,
             record.run_id,
-            trained_spec(opened_store, record),
+            replayable_spec(opened_store, record),
             first,
             last,
             anyway=anyway,
@@ -188,11 +189,14 @@ def _sampled(
     opened_store = open_chosen(store)
     if run:
         record = find_run(opened_store, run)
-        specs = {record.run_id: trained_spec(opened_store, record)}
+        specs = {record.run_id: replayable_spec(opened_store, record)}
     else:
         since = time.time() - within * 3600
         recent = (entry for entry in all_runs(opened_store) if entry.changed >= since and entry.checkpoints)
-        specs = {entry.run_id: spec for entry in recent if (spec := entry.whole_spec()) is not None}
+        specs = {}
+        for entry in recent:
+            with suppress(ValueError, HoldfastError):  # of another version, or a script of another machine
+                specs[entry.run_id] = replayable_spec(opened_store, entry)
     with steps_done(quiet=as_json) as progress:
         result = audit(opened_store, specs, sample, randbits(32) if seed is None else seed, longest, progress)
     if as_json:

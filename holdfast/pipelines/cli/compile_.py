@@ -21,6 +21,7 @@ def compile_(
             autocompletion=lambda: [one.value for one in Target],
             help="kfp, argo, slurm and rayjob: the whole pipeline; kserve and deployment: what serves its champion; "
             "deepspeed: the configuration of its engine; form: the spec as JSON, to paste into Kubeflow's form; "
+            "component: the train step for another Kubeflow pipeline; "
             "pytorchjob, trainjob and volcano: the training job.",
         ),
     ] = "kfp",

@@ -78,6 +78,30 @@ def pipeline_text(spec: Spec, image: str | None = None, scheduled: bool = False)
     return _text(spec, ir)
 
 
+def component_text(spec: Spec, image: str | None = None) -> str:
+    """The train step as a component file for pipelines of other people, with `spec` and its fields as defaults. Raises
+    SpecError for values that Kubeflow cannot pass on."""
+    from holdfast.pipelines.backends.kubeflow.component_files import FOLDER
+    from holdfast.pipelines.backends.kubeflow.steps import spec_default
+    from holdfast.spec.engine_text import escape_tree
+    from holdfast.steps import parameter_values
+
+    require_no_templates(spec)
+    ir = yaml.safe_load((FOLDER / "train" / "component.yaml").read_text(encoding="utf-8"))
+    values = escape_tree(parameter_values(spec))
+    for part in (ir["root"], *ir["components"].values()):
+        parameters = part["inputDefinitions"]["parameters"]
+        for name, value in {"spec": in_order(spec_default(spec)), "compiled": values, **values}.items():
+            parameters[name] |= {"defaultValue": value, "isOptional": True}
+    if image:
+        for executor in ir["deploymentSpec"]["executors"].values():
+            executor["container"]["image"] = image
+    require_fits_kfp(ir)
+    return f"# The train step of the spec `{spec.name}`, for any Kubeflow pipeline. Written by Holdfast.\n" + as_yaml(
+        ir
+    )
+
+
 def order_text(request: RunRequest) -> str:
     """The run or sweep of a request as YAML for Kubeflow. Raises SpecError for values that Kubeflow cannot pass on."""
     require_no_templates(request.spec)
