@@ -1,4 +1,4 @@
-"""The JSON Schema of the spec, for editors, and its reference, docs/spec.md.
+"""The JSON Schema of the spec, for editors, docs/spec.schema.json, and its reference, docs/spec.md.
 
 Promises that both agree with the models, because both are generated from them.
 """
@@ -6,6 +6,7 @@ Promises that both agree with the models, because both are generated from them.
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 from pydantic_core import PydanticUndefined
@@ -25,6 +26,9 @@ READ_WITH_BATCHES = (
     "data.shuffle.window",
 )
 
+
+SCHEMA_URL = "https://holdfast-ml.github.io/holdfast/spec.schema.json"  # its `$id`
+MODELINE = "# yaml-language-server: $schema="  # of a spec, for editors; a URL or a path follows
 
 FROM_MEANING = (
     "A model in the Hugging Face layout: a folder, s3:// or hf://owner/name[@revision][/folder]. The machine that "
@@ -46,6 +50,7 @@ def json_schema() -> dict[str, Any]:
     parallel["anyOf"] = [{"const": AUTO}, {"$ref": parallel.pop("$ref")}]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "$id": SCHEMA_URL,
         "title": "Holdfast spec",
         **schema,
         "description": "One training run, from raw text to a registered model.",
@@ -78,6 +83,31 @@ The column *Run id* shows the effect of a change:
 - *no*: the field cannot change the trained weights. It may change between two attempts of a run.
 
 The values that a field *takes* are checked before anything is spent. An unknown field is refused.
+
+## In your editor
+
+An editor with a YAML language server completes fields, shows their description, and marks a misspelled one. It needs
+one comment in the spec, with a path or a URL:
+
+```text
+# yaml-language-server: $schema=https://holdfast-ml.github.io/holdfast/spec.schema.json
+```
+
+Every spec in `examples/` names [spec.schema.json](spec.schema.json) this way, and `holdfast init` writes the comment.
+For a schema of the version that you have installed: `holdfast validate --schema > spec.schema.json`, and
+`$schema=spec.schema.json`. `python -m holdfast.spec.schema --json > docs/spec.schema.json` generates the file here.
+
+Without the comment, tell the editor which files are specs. This is the entry for the catalog of SchemaStore, and the
+same `fileMatch` fits VS Code's `yaml.schemas`:
+
+```json
+{
+  "name": "Holdfast spec",
+  "description": "One training run, from raw text to a registered model.",
+  "fileMatch": ["*.holdfast.yaml", "*.holdfast.yml"],
+  "url": "https://holdfast-ml.github.io/holdfast/spec.schema.json"
+}
+```
 """
 
 
@@ -128,5 +158,10 @@ def _without_titles(node: Any, *, names: bool = False) -> Any:
     }
 
 
+def schema_text() -> str:
+    """The content of docs/spec.schema.json."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
 if __name__ == "__main__":
-    print(markdown(), end="")  # noqa: T201
+    print(schema_text() if sys.argv[1:] == ["--json"] else markdown(), end="")  # noqa: T201

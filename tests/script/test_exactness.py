@@ -32,6 +32,7 @@ from holdfast.script.state import ScriptState
 from holdfast.script.tree import StateError
 from holdfast.spec import ExitCode, Spec, parse_spec, run_id
 from holdfast.spec.errors import HoldfastError, NotExactError
+from holdfast.spec.schema import MODELINE, SCHEMA_URL
 from holdfast.store import Store
 from holdfast.telemetry import read_events
 from holdfast.telemetry.channel import add_listener
@@ -342,6 +343,7 @@ def test_init_writes_a_spec_for_a_script_and_shows_the_lines_to_add(tmp_path: Pa
     result = CliRunner().invoke(app, ["init", str(script), "--processes", "2"])
     assert result.exit_code == 0, result.output
     assert "session = holdfast.session(seed=0)" in result.output
+    assert (folder / "spec.yaml").read_text().splitlines()[0] == f"{MODELINE}{SCHEMA_URL}"
     spec = load_spec(folder / "spec.yaml")
     assert (spec.name, spec.train.script, spec.parallel.processes) == ("my-model", "train.py", 2)
     assert spec.code is not None

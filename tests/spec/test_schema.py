@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import jsonschema
@@ -9,7 +10,7 @@ import pytest
 
 from holdfast.spec import SpecError, parse_spec, strict_yaml
 from holdfast.spec.fields import leaves
-from holdfast.spec.schema import json_schema, markdown
+from holdfast.spec.schema import MODELINE, SCHEMA_URL, json_schema, markdown, schema_text
 from tests.spec.conftest import text_with
 
 ROOT = Path(__file__).parents[2]
@@ -22,9 +23,26 @@ def validator() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema)
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.yaml")), ids=lambda path: path.stem)
-def test_every_example_fits_the_schema(validator: jsonschema.Draft202012Validator, path: Path) -> None:
-    validator.validate(strict_yaml.read(path.read_text(encoding="utf-8")))
+SPECS = sorted(path for path in ROOT.glob("examples/**/*.yaml") if path.parent.name != "clusters")
+
+
+@pytest.mark.parametrize("path", SPECS, ids=lambda path: path.stem if path.stem != "spec" else path.parent.name)
+def test_every_example_fits_the_schema_that_its_modeline_names(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    (modeline,) = (line for line in text.splitlines() if line.startswith(MODELINE))
+    schema = json.loads((path.parent / modeline.removeprefix(MODELINE)).read_text(encoding="utf-8"))
+    validator = jsonschema.Draft202012Validator(schema)
+    spec = strict_yaml.read(text)
+    validator.validate(spec)
+    (error,) = validator.iter_errors({**spec, "trainign": {}})
+    assert "trainign" in error.message
+
+
+def test_the_schema_file_is_up_to_date_and_names_where_it_is_published() -> None:
+    """If this fails: python -m holdfast.spec.schema --json > docs/spec.schema.json"""
+    text = (ROOT / "docs" / "spec.schema.json").read_text(encoding="utf-8")
+    assert text == schema_text()
+    assert json.loads(text)["$id"] == SCHEMA_URL
 
 
 @pytest.mark.parametrize(

@@ -157,8 +157,11 @@ def init(
     stem = script.stem if script.stem not in ("train", "main") else script.absolute().parent.name
     name = re.sub(r"[^a-z0-9]+", "-", stem.lower()).strip("-")
     name = name[:50].rstrip("-") if name[:1].isalpha() else "script"
+    from holdfast.spec.schema import MODELINE, SCHEMA_URL
+
     parallel = f"parallel: {{processes: {processes}}}\n" if processes > 1 else ""
     path.write_text(
+        f"{MODELINE}{SCHEMA_URL}\n"
         f"name: {name}\ntrain:\n  script: {json.dumps(script.name)}\n  determinism: exact\n{parallel}"
         "checkpoint: {every_steps: 50}\n"
     )
