@@ -17,7 +17,6 @@ from holdfast.code.resolve import (
     require_submitted,
     resolve_code,
 )
-from holdfast.code.script import refuse_script
 from holdfast.pipelines.backends import (
     DEFAULT,
     VARIABLE,
@@ -152,7 +151,7 @@ def request(
     MissingError for an unknown backend.
     """
     from holdfast.pipelines.backends.request import RunRequest, identify_request
-    from holdfast.pipelines.trials import plan_trials
+    from holdfast.pipelines.trials import plan_trials, require_comparable
 
     name = default_backend(backend)
     capabilities = capabilities_of(name)
@@ -162,7 +161,7 @@ def request(
     else:
         checked_spec = load_spec(_path(spec), overrides)
     if over:
-        refuse_script(checked_spec, "a sweep", "run one spec for each trial: `holdfast run` with other arguments")
+        require_comparable(checked_spec, over)
     trials, search = plan_trials(checked_spec, over) if over else ((), None)
     run_request = RunRequest(
         spec_of(checked_spec) if capabilities.foreground else checked_spec,

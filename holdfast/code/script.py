@@ -47,10 +47,3 @@ def _fault(path: Path, bundle: Bundle) -> tuple[str, str] | None:
     except SyntaxError as error:
         return f"is not valid Python: line {error.lineno or 1}: {error.msg}", "correct it"
     return None
-
-
-def refuse_script(spec: Spec, subject: str, remedy: str) -> None:
-    """Raise SpecError if a spec has a training script. `subject`: the command that needs Holdfast's own loop."""
-    if spec.train.script is not None:
-        message = f"is a training script, and {subject} works only with Holdfast's own training loop"
-        raise SpecError([Problem("train.script", spec.train.script, message, remedy)])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from holdfast.pipelines.backends.interface import SKIPPED
-from holdfast.pipelines.table import START, SWEEP_EDGES, Edge, edges_of, inputs_of, start_of, steps_from
+from holdfast.pipelines.table import Edge, edges_of, inputs_of, start_of, steps_from
 from holdfast.pipelines.trials import Trials
 from holdfast.runtime.exits import code_of
 from holdfast.spec import ExitCode, Spec
@@ -55,8 +55,8 @@ class Node:
 
 def plan(spec: Spec, trials: Trials = ()) -> tuple[Node, ...]:
     """The nodes of the DAG of a spec or sweep, without the exit handler; each comes after those that it needs."""
-    edges, start = (SWEEP_EDGES, START) if trials else (edges_of(spec), start_of(spec))
-    return tuple(_nodes(start, edges, trials))
+    sweep = bool(trials)
+    return tuple(_nodes(start_of(spec, sweep=sweep), edges_of(spec, sweep=sweep), trials))
 
 
 def _nodes(start: str, edges: Sequence[Edge], trials: Trials) -> Iterator[Node]:

@@ -12,13 +12,13 @@ from holdfast.pipelines.backends.kubeflow.steps import Pipeline, main
 def sweep(step: Pipeline) -> None:
     """Trials of one dataset, compared; the best is registered."""
     with dsl.ExitHandler(step("notify", trials=step.trials), name="sweep"):
-        dataset = step("preprocess", trials=step.trials)
+        dataset = {"dataset_id": step("preprocess", trials=step.trials)} if step.has_data else {}
         verdicts = []
         for number, overrides in enumerate(step.overrides, 1):
             trial = {"overrides": overrides, "trial": str(number)}
-            model = step("train", **trial, dataset_id=dataset).set_display_name(f"train-{number}")
+            model = step("train", **trial, **dataset).set_display_name(f"train-{number}")
             verdicts.append(step("evaluate", **trial, run_id=model).set_display_name(f"evaluate-{number}"))
-        best = step("compare", dataset_id=dataset, trials=step.trials).after(*verdicts)
+        best = step("compare", **dataset, trials=step.trials).after(*verdicts)
         with dsl.If(best.outputs["Output"] == "blessed", name="if-blessed"):
             step("register", overrides=best.outputs["changes"], run_id=best.outputs["winner"])
 

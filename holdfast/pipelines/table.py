@@ -57,20 +57,22 @@ FAN_OUT_EDGES = (
 )
 
 
-def edges_of(spec: Spec) -> tuple[Edge, ...]:
-    """The edges of the DAG of a spec. Without data it begins with training. It ends with a script that is not
-    evaluated."""
+def edges_of(spec: Spec, *, sweep: bool = False) -> tuple[Edge, ...]:
+    """The edges of the DAG of a spec, or of a `sweep` of it. Without data it begins with training. It ends with a
+    script that is not evaluated."""
+    if sweep:
+        return SWEEP_EDGES if spec.data.sources else SWEEP_EDGES[1:]
     edges = EDGES if spec.data.fan_out == 1 else FAN_OUT_EDGES
     if not spec.data.sources:
         edges = (Edge("trigger", SCRIPT_START, when="due"), *edges[2:])
     return edges if spec.is_evaluated else tuple(edge for edge in edges if edge.before not in ("train", "evaluate"))
 
 
-def start_of(spec: Spec) -> str:
-    """The first step of the DAG of a spec without a retraining check."""
+def start_of(spec: Spec, *, sweep: bool = False) -> str:
+    """The first step of the DAG of a spec without a retraining check, or of a `sweep` of it."""
     if not spec.data.sources:
         return SCRIPT_START
-    return START if spec.data.fan_out == 1 else FAN_OUT_START
+    return START if sweep or spec.data.fan_out == 1 else FAN_OUT_START
 
 
 @dataclass(frozen=True)

@@ -31,17 +31,47 @@ def grid(spec: Spec, over: Sequence[str]) -> Trials:
     axes = []
     for item in over:
         field, equals, values = item.partition("=")
-        if not equals or not all(values.split(",")):
+        if not equals or not all(split_values(values)):
             _refuse(item, "is not FIELD=VALUE,VALUE", "write it as training.optimizer.learning_rate=1e-3,3e-3")
-        if ".." in values:
+        if ".." in values and "[" not in values:
             _refuse(item, "is a range, and a grid has values", "add --search random, tpe or asha, or list values")
         _require_searchable(field)
-        axes.append([f"{field}={value}" for value in values.split(",")])
+        axes.append([f"{field}={value}" for value in split_values(values)])
     trials = tuple(itertools.product(*axes))
     if not 2 <= len(trials) <= MAX_TRIALS:
         _refuse(" ".join(over), f"makes {len(trials)} trials", f"give values for 2 to {MAX_TRIALS} trials")
     _require_distinct(spec, trials, " ".join(over))
     return trials
+
+
+def require_comparable(spec: Spec, over: Sequence[str] | Search) -> None:
+    """Refuse a sweep over a script whose trials cannot be ranked. Raises SpecError."""
+    if spec.train.script is None:
+        return
+    if isinstance(over, Search) and over.method != "random":
+        _refuse(over.method, "reads held-out losses, and a script has none", "use --search random", "--search")
+    if not spec.evaluation.metrics:
+        remedy = "add evaluation.metrics, whose first metric ranks the trials"
+        raise SpecError([Problem("evaluation.metrics", None, "is needed by a sweep over a script", remedy)], "sweep")
+
+
+def split_values(text: str) -> list[str]:
+    """The values of an axis: parts between commas that are in no brackets, braces or quotes."""
+    values, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "[{":
+            depth += 1
+        elif sign in "]}":
+            depth -= 1
+        if sign == "," and not depth and not quote:
+            values.append("")
+        else:
+            values[-1] += sign
+    return values
 
 
 def _require_searchable(field: str) -> None:

@@ -25,11 +25,27 @@ class Row(BaseModel):
     changes: tuple[str, ...]
     run_id: str
     step: int
-    training_loss: float
-    loss: float  # on held-out text, in nats per token
-    perplexity: float
+    training_loss: float | None  # None: a script that reported none
+    loss: float | None = None  # on held-out text, in nats per token; None: a script
+    perplexity: float | None = None
+    metric: str = ""  # of a script: the metric that ranks its trials
+    value: float | None = None  # of that metric; None: not finite
     word: str
     state_digest: str
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Its figures by name, the one that ranks trials first."""
+        named = {"loss": self.loss, "perplexity": self.perplexity, "training_loss": self.training_loss}
+        named = {self.metric: self.value, **named} if self.metric else named
+        return {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Its figures as text, in the order of `Comparison.columns`."""
+        if self.metric:
+            return _number(self.value), _number(self.training_loss)
+        return _number(self.loss), _number(self.perplexity, 3), _number(self.training_loss)
 
 
 class FailedTrial(BaseModel):
@@ -85,15 +101,23 @@ class Comparison(BaseModel):
 
     @property
     def best(self) -> Row:
-        """The blessed trial with the lowest held-out loss, or the lowest of all if none is blessed."""
+        """The blessed trial with the lowest held-out loss, or the lowest of all if none is blessed. Trials of a script
+        are ranked by its first metric."""
         return self.rows[0]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The names of the figures of its rows."""
+        metric = self.rows[0].metric
+        return (metric, "training loss") if metric else ("loss", "perplexity", "training loss")
 
     @property
     def markdown(self) -> str:
         """The table for a UI. Spec values and messages of steps are escaped, so they stay plain text."""
-        lines = ["| changes | loss | perplexity | training loss | verdict | run | digest |", "|---" * 7 + "|"]
+        columns = ("changes", *map(_text, self.columns), "verdict", "run", "digest")
+        lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         for row in self.rows:
-            figures = f"{row.loss:.4f} | {row.perplexity:.3f} | {row.training_loss:.4f} | {row.word.replace('_', ' ')}"
+            figures = " | ".join((*row.shown, row.word.replace("_", " ")))
             lines.append(f"| {_cell(row.changes)} | {figures} | {row.run_id} | {row.state_digest[:16]} |")
         if self.failed:
             lines += ["", "| failed trial | step | exit code | reason | run |", "|---" * 5 + "|"]
@@ -151,6 +175,10 @@ def read_comparison(store: Store, identity: str) -> Comparison | None:
     """The comparison of a sweep; None if it does not exist."""
     key = layout.sweep(identity, "comparison.json")
     return find_json(store, key, Comparison)
+
+
+def _number(value: float | None, digits: int = 4) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
 
 
 def _cell(changes: Sequence[str]) -> str:

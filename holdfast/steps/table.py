@@ -179,6 +179,7 @@ STEPS = {
             "compare",
             "Compare the trials of a sweep, and select the best: blessed or not_blessed.",
             inputs=("salt", "dataset_id", "trials"),
+            optional=("dataset_id",),  # a script may have no data
             outputs=("word", "winner", "changes"),
             artifacts={"comparison": MARKDOWN},
             others={"winner": "str", "changes": "list"},

@@ -40,6 +40,29 @@ def test_the_best_trial_is_the_blessed_one_with_the_lowest_loss_in_any_order(tmp
     assert comparison.markdown.count("\n") == 5
 
 
+@pytest.mark.parametrize(("higher", "best"), [(True, "2"), (False, "1")])
+def test_trials_of_a_script_are_ranked_by_its_first_metric(tmp_path: Path, higher: bool, best: str) -> None:
+    store, trials = open_store(tmp_path.as_uri()), [[f'train.arguments=["{number}"]'] for number in (1, 2, 3)]
+    metric = f"{{name: score, higher_is_better: {higher}}}"
+    spec = parse_spec(
+        f"{{name: a, code: 'blake3:{'0' * 64}', train: {{script: a.py}}, "
+        f"evaluation: {{command: [score], metrics: [{metric}, other]}}}}"
+    )
+    for trial, value in zip(trials, (0.5, 0.75, "NaN"), strict=True):
+        changed = spec.with_overrides(trial)
+        run = run_id(changed, "")
+        store.put(layout.result(run), json.dumps({"step": 3, "loss": None, "state_digest": "0" * 32}).encode())
+        verdict = {"metrics": {"metric.score": value, "metric.other": -1.0}, "word": "blessed"}
+        store.put(layout.verdict(run, f"{settings_key(changed)}-none"), json.dumps(verdict).encode())
+    comparison = compare(spec, "", trials, store)
+    assert comparison.best.changes == (f'train.arguments=["{best}"]',)
+    assert comparison.rows[-1].value is None, "a metric that is not finite is last"
+    assert read_comparison(store, comparison.sweep_id) == comparison
+    header, _, first, *_ = comparison.markdown.splitlines()
+    assert header == "| changes | score | training loss | verdict | run | digest |"
+    assert f"| {comparison.best.value:.4f} |  | blessed |" in first
+
+
 def test_a_failed_trial_is_listed_with_its_cause_and_the_rest_is_compared(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     judged(store, TRIALS[0], 1.0, "blessed")

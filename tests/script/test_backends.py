@@ -12,11 +12,14 @@ from holdfast.api.submission import publish_request_code, request, resume
 from holdfast.code.resolve import require_submitted
 from holdfast.launch.emitters import objects_for, training_job
 from holdfast.pipelines.backends.argo import argo_objects
-from holdfast.pipelines.backends.kubeflow.compile import pipeline_ir
+from holdfast.pipelines.backends.argo.emit import sweep_objects
+from holdfast.pipelines.backends.kubeflow.compile import pipeline_ir, sweep_ir
 from holdfast.pipelines.backends.record import find_record, keep, record_of
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.slurm.emit import jobs_of
 from holdfast.pipelines.paths import load_spec
+from holdfast.pipelines.trials import grid
+from holdfast.search.method import Search
 from holdfast.spec import Spec
 from holdfast.spec.errors import MissingError, SpecError
 from holdfast.spec.script import ScriptInput
@@ -71,9 +74,36 @@ def test_pipelines_of_a_script_begin_with_its_training(spec: Spec) -> None:
     assert str(spec.code) in json.dumps(given)
 
 
-def test_a_sweep_over_a_script_is_refused(spec: Spec) -> None:
-    with pytest.raises(SpecError, match=r"train\.script: is a training script, and a sweep works only"):
-        request(spec, over=["train.log_every=1,2"])
+OVER = ["""train.arguments=["20"],["40", "a,b"]"""]
+EVALUATED = {"evaluation.command": ["python", "train.py"], "evaluation.metrics": [{"name": "score"}]}
+
+
+def test_trials_of_a_script_change_its_arguments_and_begin_with_training(spec: Spec) -> None:
+    evaluated = spec.with_overrides(EVALUATED)
+    assert grid(evaluated, OVER) == (("""train.arguments=["20"]""",), ("""train.arguments=["40", "a,b"]""",))
+    wanted = request(evaluated, over=OVER, backend="slurm")
+    (template,) = sweep_objects(evaluated, wanted.trials)
+    (dag,) = (one["dag"] for one in template["spec"]["templates"] if one["name"] == "sweep")
+    names = ["train-1", "evaluate-1", "train-2", "evaluate-2", "compare", "register"]
+    assert [task["name"] for task in dag["tasks"]] == names
+    assert "dependencies" not in dag["tasks"][0]
+    assert "depends" not in dag["tasks"][0]
+    assert "preprocess" not in [one["name"] for one in template["spec"]["templates"]]
+    pipeline, _ = sweep_ir(evaluated, wanted.trials)
+    parts = [pipeline["root"], *pipeline["components"].values()]
+    tasks = {name for dag in parts for name in dag.get("dag", {}).get("tasks", {})}
+    assert {"train", "train-2", "evaluate", "evaluate-2", "compare", "register", "notify"} <= tasks
+    assert not {"preprocess", "trigger"} & tasks
+    jobs = {job["job"]: job["sbatch"] for job in jobs_of(wanted)}
+    assert list(jobs) == ["train", "evaluate", "compare", "register", "notify"]
+    assert not any("preprocess" in job["script"] for job in jobs_of(wanted))
+
+
+def test_a_sweep_over_a_script_needs_a_metric_that_ranks_its_trials(spec: Spec) -> None:
+    with pytest.raises(SpecError, match=r"evaluation\.metrics: is needed by a sweep over a script"):
+        request(spec, over=OVER)
+    with pytest.raises(SpecError, match="a script has none"):
+        request(spec.with_overrides(EVALUATED), over=Search("tpe", tuple(OVER), 4))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from holdfast.store import Store, open_store
 log = logging.getLogger("holdfast.compare")
 
 
-def body(spec: Spec, url: str, *, dataset_id: str, trials: str, salt: str, job: str) -> StepResult:
+def body(spec: Spec, url: str, *, dataset_id: str = "", trials: str, salt: str, job: str) -> StepResult:
     """Compare the trials of the execution `job`. `trials` is a `TrialList` as text. The result has the outcome, run
     and overrides of the best trial."""
     given = TrialList.from_text(trials)
@@ -50,7 +50,7 @@ def _mirror(spec: Spec, made: Comparison, store: Store) -> None:
     from holdfast.tracking.sweep_runs import SweepRun, mirror_sweep
 
     best = made.best
-    figures = {"best/loss": best.loss, "best/perplexity": best.perplexity, "best/training_loss": best.training_loss}
+    figures = {f"best/{name}": value for name, value in best.figures.items()}
     sweep = SweepRun(
         sweep_id=made.sweep_id,
         name=made.name,

@@ -6,6 +6,7 @@ other trials. Nothing is measured here: the train and evaluate steps do that.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,12 +77,12 @@ def compare(
         result = _newest(store, layout.result(identity))
         verdict = _newest(store, layout.run(identity, f"evaluations/{settings_key(trial)}"))
         if result and verdict:
-            rows.append(_row(changes, identity, result, verdict))
+            rows.append(_row(changes, identity, result, verdict, spec))
         else:
             failed.append(_failed(changes, identity, "evaluate" if result else "train", str(number), outcomes))
     if not rows:
         raise NoTrialEndedError(failed)
-    rows.sort(key=lambda row: (row.word != BLESSED, row.loss, row.run_id))
+    rows.sort(key=lambda row: (row.word != BLESSED, _rank(row, spec), row.run_id))
     comparison = Comparison(
         sweep_id=search or sweep_id(runs),
         name=sweep_name(spec),
@@ -110,7 +111,31 @@ def _rungs(entries: LogEntries, steps: int) -> tuple[Rung, ...]:
     )
 
 
-def _row(changes: tuple[str, ...], identity: str, result: Mapping[str, Any], verdict: Mapping[str, Any]) -> Row:
+def _rank(row: Row, spec: Spec) -> float:
+    """A number by which trials are in order, the best first."""
+    if not row.metric:
+        return math.inf if row.loss is None else row.loss
+    if row.value is None:
+        return math.inf
+    return -row.value if spec.evaluation.metrics[0].higher_is_better else row.value
+
+
+def _row(
+    changes: tuple[str, ...], identity: str, result: Mapping[str, Any], verdict: Mapping[str, Any], spec: Spec
+) -> Row:
+    if spec.train.script is not None:
+        metric = spec.evaluation.metrics[0].label
+        value = float(verdict["metrics"][f"metric.{metric}"])
+        return Row(
+            changes=changes,
+            run_id=identity,
+            step=result["step"],
+            training_loss=result["loss"],
+            metric=metric,
+            value=value if math.isfinite(value) else None,
+            word=verdict["word"],
+            state_digest=result["state_digest"],
+        )
     return Row(
         changes=changes,
         run_id=identity,

@@ -6,6 +6,7 @@ together with the results of the remaining trials.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -86,7 +87,9 @@ def run_sweep(
 def _known(spec: Spec, trials: str, salt: str, outcomes: Sequence[Outcome]) -> list[Trial]:
     """The trials, if the dataset is known."""
     dataset = next((outcome.result for outcome in outcomes if outcome.step == "preprocess" and outcome.result), "")
-    return list(trials_of(spec, TrialList.from_text(trials).trials, dataset, salt)) if dataset else []
+    if not dataset and spec.data.sources:
+        return []
+    return list(trials_of(spec, TrialList.from_text(trials).trials, dataset, salt))
 
 
 def _search_of(trials: str) -> str:
@@ -98,8 +101,9 @@ def _search_of(trials: str) -> str:
 def _lines(found: Comparison | None, trials: int) -> list[str]:
     if found is None:
         return [f"no comparison of {trials} trials was made"] if trials else []
-    called = "best" if found.best.word == BLESSED else "none is blessed, lowest loss"
-    best = f"{called} {', '.join(found.best.changes)} (run {found.best.run_id}, loss {found.best.loss:.4f})"
+    name, value = next(iter(found.best.figures.items()), ("training_loss", math.nan))
+    called = "best" if found.best.word == BLESSED else f"none is blessed, best {name}"
+    best = f"{called} {', '.join(found.best.changes)} (run {found.best.run_id}, {name} {value:.4f})"
     counts = f"{len(found.rows)} of {len(found.rows) + len(found.failed) + len(found.stopped)} trials compared"
     return [f"{counts}: {best}", *(redact(trial.text) for trial in found.failed)]
 
@@ -112,7 +116,7 @@ def _best(found: Comparison, trials: Sequence[Trial], store: Store, unknown: lis
     return {
         "verdict": best.word,
         "reasons": [str(reason) for reason in verdict.get("reasons") or []],
-        "metrics": {"loss": best.loss, "perplexity": best.perplexity},
+        "metrics": {name: value for name, value in best.figures.items() if name != "training_loss"},
         "registered": f"models:/{registration['model']}/{registration['version']}" if registration else "",
         "alias": registration.get("alias", ""),
         "report": f"{store.url}/{layout.verdict(best.run_id, verdict['key'], 'html')}" if "key" in verdict else "",

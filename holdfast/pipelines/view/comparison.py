@@ -37,11 +37,10 @@ def print_comparison(console: Console, found: Comparison, store: Store) -> None:
     from rich.table import Table
 
     blessed = found.best.word == BLESSED
-    table = Table("", "changes", "loss", "perplexity", "training loss", "verdict", "run")
+    table = Table("", "changes", *found.columns, "verdict", "run")
     for row in found.rows:
         mark = "best" if blessed and row == found.best else ""
-        figures = (f"{row.loss:.4f}", f"{row.perplexity:.3f}", f"{row.training_loss:.4f}")
-        table.add_row(mark, "\n".join(row.changes), *figures, row.word.replace("_", " "), row.run_id)
+        table.add_row(mark, "\n".join(row.changes), *row.shown, row.word.replace("_", " "), row.run_id)
     console.print(table, markup=False, highlight=False)
     if not blessed:
         console.print("no trial is blessed, so none is the best, and none is registered", highlight=False)

@@ -24,6 +24,7 @@ from holdfast.pipelines.backends.argo.template import (
 )
 from holdfast.pipelines.backends.sizes import require_fits_argo
 from holdfast.pipelines.documents import as_yaml
+from holdfast.pipelines.table import SCRIPT_START, SWEEP_EDGES, steps_from
 from holdfast.pipelines.trials import PARAMETERS, Trials
 from holdfast.spec import Spec
 from holdfast.spec.cron import expand
@@ -124,7 +125,9 @@ def sweep_objects(
         arguments=parameters_of(spec, PARAMETERS),
         **template_fields(spec),
     ) as template:
-        containers = {name: container_of(name, STEPS, spec, image, trials=trials) for name in STEPS}
+        has_data = bool(spec.data.sources)
+        names = list(STEPS) if has_data else [*steps_from(SCRIPT_START, SWEEP_EDGES), EXIT_HANDLER]
+        containers = {name: container_of(name, names, spec, image, trials=trials) for name in names}
 
         def task(step: str, name: str = "", overrides: str = "[]", **inputs: str) -> Task:
             named_values = {"overrides": overrides, **{key.replace("_", "-"): value for key, value in inputs.items()}}
@@ -136,15 +139,18 @@ def sweep_objects(
         with DAG(
             name=SWEEP, parallelism=concurrent_trials or None, fail_fast=False, target=" ".join([*ended, "register"])
         ):
-            prepared = task("preprocess")
-            dataset = output_reference("preprocess", "dataset_id")
+            prepared = task("preprocess") if has_data else None
+            dataset = {"dataset_id": output_reference("preprocess", "dataset_id")} if has_data else {}
             for number, trial in zip(numbers, trials, strict=True):
                 overrides, run = json_text(trial), output_reference(f"train-{number}", "run_id")
-                trained = task("train", f"train-{number}", overrides, trial=str(number), dataset_id=dataset)
+                trained = task("train", f"train-{number}", overrides, trial=str(number), **dataset)
                 evaluated = task("evaluate", f"evaluate-{number}", overrides, trial=str(number), run_id=run)
-                prepared.next(trained).next(evaluated)
-            compared = task("compare", dataset_id=dataset)
-            compared.depends = " && ".join(["preprocess", *(ENDED.format(name) for name in ended)])
+                if prepared is not None:
+                    prepared.next(trained)
+                trained.next(evaluated)
+            compared = task("compare", **dataset)
+            needed = [prepared.name] if prepared is not None else []
+            compared.depends = " && ".join([*needed, *(ENDED.format(name) for name in ended)])
             word, winner, changes = (output_reference("compare", name) for name in ("word", "winner", "changes"))
             registered = task("register", overrides=changes, run_id=winner)
             registered.when = f"'{word}' == 'blessed'"

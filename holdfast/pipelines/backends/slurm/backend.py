@@ -114,7 +114,7 @@ class Submitted:
     def _planned_steps(self) -> list[str]:
         """The steps of its DAG, in order. Only its folder knows that it trains a script."""
         if self.is_sweep:
-            return list(steps_from(START, SWEEP_EDGES))
+            return list(steps_from(START if START in self.jobs else SCRIPT_START, SWEEP_EDGES))
         for file in folder_of(self.key).glob("spec-*.yaml"):
             with suppress(HoldfastError, OSError):  # a spec of another version
                 spec = parse_spec(file.read_text(encoding="utf-8"))

@@ -25,7 +25,7 @@ from holdfast.pipelines.backends.pods import resources_of
 from holdfast.pipelines.backends.request import ORDER_DIGITS, RunRequest, identify_request
 from holdfast.pipelines.documents import as_yaml
 from holdfast.pipelines.paths import store_root, with_absolute_paths
-from holdfast.pipelines.table import START, SWEEP_EDGES, Edge, edges_of, inputs_of, start_of, steps_from
+from holdfast.pipelines.table import START, Edge, edges_of, inputs_of, start_of, steps_from
 from holdfast.pipelines.trials import text_of
 from holdfast.runtime.environment import home, store_url
 from holdfast.spec import Spec, SpecError, digest, dump_spec
@@ -84,12 +84,12 @@ class Chain:
     @property
     def edges(self) -> tuple[Edge, ...]:
         """The edges of its DAG."""
-        return SWEEP_EDGES if self.request.trials else edges_of(self.spec)
+        return edges_of(self.spec, sweep=bool(self.request.trials))
 
     @property
     def steps(self) -> list[str]:
         """The steps in the order in which their jobs are submitted; the exit handler comes last."""
-        start = START if self.request.trials else start_of(self.spec)
+        start = start_of(self.spec, sweep=bool(self.request.trials))
         return [*steps_from(start, self.edges), EXIT_HANDLER]
 
     def tasks(self, step: str) -> int:
@@ -263,7 +263,7 @@ def _dependency(chain: Chain, step: str, made: Mapping[str, int]) -> str:
         arrays = chain.request.trials and STEPS[edge.before].per_trial
         kind = "aftercorr" if arrays and STEPS[step].per_trial else "afterany" if arrays else "afterok"
         dependencies.append(f"{kind}:{made[edge.before]}")
-    if step == "compare":
+    if step == "compare" and START in made:
         dependencies.insert(0, f"afterok:{made[START]}")
     return ",".join([*dependencies, *([] if chain.array(step) else ["singleton"])])
 
