@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from holdfast.search.method import DEFAULT_REDUCTION, Search, random_trials
+from holdfast.search.space import split_values
 from holdfast.spec import Spec, SpecError, dump_spec
 from holdfast.spec.errors import Problem, require_package
 
@@ -53,25 +54,6 @@ def require_comparable(spec: Spec, over: Sequence[str] | Search) -> None:
     if not spec.evaluation.metrics:
         remedy = "add evaluation.metrics, whose first metric ranks the trials"
         raise SpecError([Problem("evaluation.metrics", None, "is needed by a sweep over a script", remedy)], "sweep")
-
-
-def split_values(text: str) -> list[str]:
-    """The values of an axis: parts between commas that are in no brackets, braces or quotes."""
-    values, depth, quote = [""], 0, ""
-    for sign in text:
-        if quote:
-            quote = "" if sign == quote else quote
-        elif sign in "'\"":
-            quote = sign
-        elif sign in "[{":
-            depth += 1
-        elif sign in "]}":
-            depth -= 1
-        if sign == "," and not depth and not quote:
-            values.append("")
-        else:
-            values[-1] += sign
-    return values
 
 
 def _require_searchable(field: str) -> None:

@@ -70,12 +70,31 @@ def draw(axes: Sequence[Axis], seed: int, trial: int, former: Sequence[tuple[str
     return None
 
 
+def split_values(text: str) -> list[str]:
+    """The values of an axis: parts between commas that are in no brackets, braces or quotes."""
+    values, depth, quote = [""], 0, ""
+    for sign in text:
+        if quote:
+            quote = "" if sign == quote else quote
+        elif sign in "'\"":
+            quote = sign
+        elif sign in "[{":
+            depth += 1
+        elif sign in "]}":
+            depth -= 1
+        if sign == "," and not depth and not quote:
+            values.append("")
+        else:
+            values[-1] += sign
+    return values
+
+
 def _axis(item: str) -> Axis:
     field, equals, text = item.partition("=")
-    if not equals or not all(part.strip() for part in text.split(",")):
+    if not equals or not all(part.strip() for part in split_values(text)):
         raise _refused(item, "is neither FIELD=VALUE,VALUE nor FIELD=LOW..HIGH", f"write it as {_EXAMPLE}")
-    if ".." not in text:
-        return Axis(field, tuple(text.split(",")))
+    if ".." not in text or "[" in text:
+        return Axis(field, tuple(split_values(text)))
     match = _RANGE.fullmatch(text.strip())
     try:
         low, high = (float(match[end]) for end in ("low", "high")) if match else (math.nan, math.nan)

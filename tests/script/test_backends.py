@@ -18,7 +18,7 @@ from holdfast.pipelines.backends.record import find_record, keep, record_of
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.slurm.emit import jobs_of
 from holdfast.pipelines.paths import load_spec
-from holdfast.pipelines.trials import grid
+from holdfast.pipelines.trials import grid, plan_trials
 from holdfast.search.method import Search
 from holdfast.spec import Spec
 from holdfast.spec.errors import MissingError, SpecError
@@ -81,6 +81,8 @@ EVALUATED = {"evaluation.command": ["python", "train.py"], "evaluation.metrics":
 def test_trials_of_a_script_change_its_arguments_and_begin_with_training(spec: Spec) -> None:
     evaluated = spec.with_overrides(EVALUATED)
     assert grid(evaluated, OVER) == (("""train.arguments=["20"]""",), ("""train.arguments=["40", "a,b"]""",))
+    drawn = plan_trials(evaluated, Search("random", tuple(OVER), 2))[0]
+    assert set(drawn) == set(grid(evaluated, OVER))
     wanted = request(evaluated, over=OVER, backend="slurm")
     (template,) = sweep_objects(evaluated, wanted.trials)
     (dag,) = (one["dag"] for one in template["spec"]["templates"] if one["name"] == "sweep")
