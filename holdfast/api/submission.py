@@ -196,12 +196,24 @@ def submit(
     """
     target = _opened(default_backend(backend), wanted.store, options, console, again)
     publish_request_code(wanted, default_backend(backend))
+    if wanted.search is not None and not target.capabilities.foreground:
+        from holdfast.api.search_submission import run_search
+
+        return run_search(target, wanted, console, lambda trial: _recorded(target.submit(trial), trial, options).run)
     return _recorded(target.submit(wanted), wanted, options)
 
 
 def preview(wanted: RunRequest, *, backend: str = "", options: ClusterOptions = NO_OPTIONS) -> list[Any]:
-    """The exact objects that `submit` would send. Sends nothing."""
-    return _opened(default_backend(backend), wanted.store, options).objects(wanted)
+    """The exact objects that `submit` would send. Of a search on a cluster, those of its first trial. Sends nothing."""
+    target = _opened(default_backend(backend), wanted.store, options)
+    if wanted.search is not None and not target.capabilities.foreground:
+        from holdfast.pipelines.submitted_search import trial_request
+        from holdfast.search.method import next_decision
+
+        first = next_decision(wanted.search, wanted.spec.training.steps, ())
+        assert first is not None
+        wanted = trial_request(wanted, first.changes, first.until)
+    return target.objects(wanted)
 
 
 def check_preview(
@@ -324,14 +336,14 @@ def new_salt() -> str:
 def _require_usable(name: str, options: ClusterOptions, over: Sequence[str] | Search) -> None:
     """Refuse a sweep or an option that a backend does not have. Raises UsageError."""
     capabilities = capabilities_of(name)
-    if over and not capabilities.sweeps:
+    if isinstance(over, Search) and over.method != "random":
+        if not capabilities.searches:
+            remedy = f"use one of {', '.join(backends_with('searches'))}"
+            raise UsageError(f"the backend {name} runs no search by {over.method}", "--search", remedy)
+        if options.concurrent_trials:
+            raise UsageError(f"a search by {over.method} runs one trial at a time", "--concurrent-trials", "remove it")
+    elif over and not capabilities.sweeps:
         raise UsageError(f"{name} runs no sweeps", "--backend", f"use one of {', '.join(backends_with('sweeps'))}")
-    if isinstance(over, Search) and over.method != "random" and not capabilities.searches:
-        message = (
-            f"the backend {name} runs no search by {over.method}, because its DAG is fixed before the first result"
-        )
-        remedy = f"use --search random, or one of {', '.join(backends_with('searches'))}"
-        raise UsageError(message, "--search", remedy)
     if options.concurrent_trials and not capabilities.limited_trials:
         raise UsageError(
             f"the backend {name} cannot limit the trials that run concurrently",

@@ -256,7 +256,8 @@ class Runner:
                 values[name] = self._results[f"{producer}-{trial}" if producer in self._copied else producer][name]
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
         arguments += [f"--{TRIAL}={trial}"] if trial else []
-        arguments += [f"--until={node.until}"] if node and node.until else []
+        if node and node.until:
+            overrides = (*overrides, f"training.pause_at={node.until}")
         arguments += [f"--overrides={json.dumps(overrides)}"] if overrides else []
         return tuple(arguments)
 

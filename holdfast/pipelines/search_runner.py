@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from holdfast.pipelines.runner import Node, Runner, StepBackend, _Running
 from holdfast.pipelines.table import START
 from holdfast.pipelines.trials import text_of
-from holdfast.search.log import WHOLE, LogEntry, append, decisions_of, pending, read_log, scores_of, trials_begun
-from holdfast.search.method import Search, next_decision
+from holdfast.search.log import WHOLE, LogEntry, SearchLog, trials_begun
+from holdfast.search.method import Search, decide
 from holdfast.spec import ExitCode, Spec
 from holdfast.store import Store
 
@@ -37,13 +37,13 @@ class SearchRunner(Runner):
         super().__init__([Node(START)], backend, given)
         self._steps |= {"train", "evaluate", "compare"}
         self._copied |= {"train", "evaluate"}
-        self._search, self._id, self._budget, self._store = search, search_id, spec.training.steps, store
-        self._log = read_log(store, search_id)
+        self._search, self._budget = search, spec.training.steps
+        self._log = SearchLog(store, search_id)
         self._has_all_trials = False
         self._give_trials()
 
     def _give_trials(self) -> None:
-        self._given = {**self._given, "trials": text_of(tuple(trials_begun(self._log)), self._id)}
+        self._given = {**self._given, "trials": text_of(tuple(trials_begun(self._log.entries)), self._log.id)}
 
     def _enqueue(self) -> None:
         super()._enqueue()
@@ -53,14 +53,13 @@ class SearchRunner(Runner):
 
     def _extend(self) -> None:
         """Add the nodes of the next decision, or the last ones."""
-        decision = pending(self._log) or next_decision(self._search, self._budget, self._log)
+        decision = decide(self._search, self._budget, self._log)
+        self._give_trials()
         if decision is None:
             trials = tuple(name for name, node in self._nodes.items() if node.trial)
             self._add(Node("compare", before=trials or (START,)), Node("register", before=("compare",), when="blessed"))
             self._has_all_trials = True
             return
-        if (decision.trial, decision.until) not in decisions_of(self._log) and not self._write(decision):
-            return  # another controller decided
         trial = Node("train", decision.trial, decision.changes, (START,), until=decision.until)
         score = Node("evaluate", decision.trial, decision.changes, (trial.name,))
         self._add(trial, *([score] if decision.until == WHOLE else []))
@@ -69,15 +68,6 @@ class SearchRunner(Runner):
         self._nodes |= {node.name: node for node in nodes}
         self._waiting += nodes
 
-    def _write(self, entry: LogEntry) -> bool:
-        """Add an entry to the log. If another controller was faster, read its log instead and return False."""
-        if created := append(self._store, self._id, len(self._log), entry):
-            self._log.append(entry)
-        else:
-            self._log = read_log(self._store, self._id)
-        self._give_trials()
-        return created
-
     def _end(self, one: _Running, code: int) -> None:
         node = one.node
         if node.trial and code != ExitCode.OK and code not in OF_THE_TRIAL:
@@ -85,8 +75,8 @@ class SearchRunner(Runner):
             return
         super()._end(one, code)
         if self._code == ExitCode.OK and node.trial and (score := self._score(node, code)) is not None:
-            while (score.trial, score.until) not in scores_of(self._log):
-                self._write(score)
+            self._log.add_score(score)
+            self._give_trials()
 
     def _score(self, node: Node, code: int) -> LogEntry | None:
         """The score of a trial whose step has ended; None if another step follows."""

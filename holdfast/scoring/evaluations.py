@@ -49,6 +49,12 @@ def find_scores(store: Store, run_id: str, step: int) -> StepScores | None:
         return None
 
 
+def scores_of_pause(store: Store, run_id: str, steps: Sequence[int], max_tokens: int) -> StepScores | None:
+    """The scores at the first of `steps` that was measured on `max_tokens` held-out targets. None if there are none."""
+    found = (find_scores(store, run_id, step) for step in steps)
+    return next((scores for scores in found if scores is not None and scores.max_tokens == max_tokens), None)
+
+
 def best_step(store: Store, run_id: str, every_steps: int, last: int) -> int | None:
     """The first step with the lowest held-out loss of a run whose last checkpoint is at step `last`. None if no loss is
     finite."""

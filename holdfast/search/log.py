@@ -6,10 +6,11 @@ the entry of the winner and continues after it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from holdfast.spec.errors import DataError
 from holdfast.store import Store, layout
@@ -32,6 +33,11 @@ class LogEntry(BaseModel):
     exit_code: int = 0  # of a score: that of the step that failed permanently
     failed_step: str = ""
     reason: str = ""
+
+    @field_validator("loss")
+    @classmethod
+    def _is_finite(cls, loss: float | None) -> float | None:
+        return loss if loss is not None and math.isfinite(loss) else None
 
 
 LogEntries = Sequence[LogEntry]
@@ -77,6 +83,30 @@ def trials_begun(entries: LogEntries) -> list[tuple[str, ...]]:
     """The overrides of the trials that began, by number."""
     begun = {entry.trial: entry.changes for entry in entries if entry.kind == "decision"}
     return [begun[trial] for trial in sorted(begun)]
+
+
+class SearchLog:
+    """The log of a search as its controller writes it."""
+
+    def __init__(self, store: Store, search_id: str) -> None:
+        self.id, self.entries, self._store = search_id, read_log(store, search_id), store
+
+    def add(self, entry: LogEntry) -> bool:
+        """Write the next entry. If another controller was faster, read its entries instead and return False."""
+        if created := append(self._store, self.id, len(self.entries), entry):
+            self.entries.append(entry)
+        else:
+            self.entries = read_log(self._store, self.id)
+        return created
+
+    def changes_of(self, trial: int) -> tuple[str, ...]:
+        """The overrides of a trial that has begun."""
+        return trials_begun(self.entries)[trial - 1]
+
+    def add_score(self, score: LogEntry) -> None:
+        """Write a score, unless the log has one of the same trial and budget."""
+        while (score.trial, score.until) not in scores_of(self.entries):
+            self.add(score)
 
 
 def _key(search_id: str, number: int) -> str:

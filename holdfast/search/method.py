@@ -6,7 +6,16 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
-from holdfast.search.log import WHOLE, LogEntries, LogEntry, decisions_of, scores_of, trials_begun
+from holdfast.search.log import (
+    WHOLE,
+    LogEntries,
+    LogEntry,
+    SearchLog,
+    decisions_of,
+    pending,
+    scores_of,
+    trials_begun,
+)
 from holdfast.search.space import Axis, axes_of, draw
 from holdfast.spec.identity import digest
 
@@ -80,6 +89,14 @@ def next_decision(search: Search, steps: int, entries: LogEntries) -> LogEntry |
     if changes in begun:  # a list of few values
         changes = drawn
     return None if changes is None else LogEntry(kind="decision", trial=number, until=rungs[0], changes=changes)
+
+
+def decide(search: Search, steps: int, log: SearchLog) -> LogEntry | None:
+    """What to train next, with its entry in the log. None if the search has ended."""
+    while (decision := pending(log.entries) or next_decision(search, steps, log.entries)) is not None:
+        if (decision.trial, decision.until) in decisions_of(log.entries) or log.add(decision):
+            return decision
+    return None
 
 
 def promotable(search: Search, rung: int, entries: LogEntries) -> list[int]:

@@ -260,6 +260,13 @@ class Training(Section):
     """The computation of every step."""
 
     steps: int = Field(300, ge=1, le=10**9, description="Optimizer steps.")
+    pause_at: int | None = runtime_field(
+        None,
+        "Step at which this launch of the run ends, with a checkpoint and its held-out loss. The run is then not "
+        "registered. A search sets it for its trials. Default: no pause.",
+        ge=1,
+        le=10**9,
+    )
     global_batch: int = Field(32, ge=1, le=10**9, description="Sequences in one optimizer step, over all ranks.")
     batch_ramp: BatchRamp = Field(
         default_factory=BatchRamp, description="Growth of the global batch in the first steps."
@@ -333,6 +340,11 @@ class Training(Section):
         le=2**24,
     )
     log_every: int = runtime_field(10, "Steps between two progress lines.", ge=1)
+
+    @property
+    def pauses(self) -> bool:
+        """Whether a launch ends before the last step."""
+        return self.pause_at is not None and self.pause_at < self.steps
 
     @model_validator(mode="before")
     @classmethod

@@ -149,8 +149,8 @@ STEPS = {
         Step(
             "train",
             "Train the model of a spec. Resumes from the newest checkpoint that verifies.",
-            inputs=("salt", "replan", "dataset_id", "until"),
-            optional=("dataset_id", "until"),  # a training script has no dataset; only a search pauses a trial
+            inputs=("salt", "replan", "dataset_id"),
+            optional=("dataset_id",),  # a training script has no dataset
             outputs=("run_id",),
             artifacts={"model": MODEL, "metrics": METRICS, "curves": HTML},
             shown="model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +28,11 @@ SPEC = parse_spec("{name: a, data: {sources: [{uri: x}]}, training: {steps: 8}}"
 SEARCH = Search("asha", ("training.optimizer.learning_rate=1e-4..1e-1 log",), 4, seed=1, reduction=2, min_steps=2)
 ID = "5ea5c40000000000"
 LOSSES = {"1": 3.0, "2": 1.0, "3": 2.0, "4": 4.0}
+
+
+def pause_of(execution: Execution) -> str:
+    """The step of a pause in the overrides of a training; empty without one."""
+    return next(iter(re.findall(r"training\.pause_at=(\d+)", " ".join(execution.arguments))), "")
 
 
 class Killed(Exception):  # noqa: N818
@@ -60,8 +66,7 @@ class Steps:
 
     @property
     def trainings(self) -> list[tuple[str, str]]:
-        found = (one for one in self.started if one.step == "train")
-        return [(one.part, next((a[8:] for a in one.arguments if a.startswith("--until=")), "")) for one in found]
+        return [(one.part, pause_of(one)) for one in self.started if one.step == "train"]
 
 
 @dataclass
@@ -77,7 +82,7 @@ class Handle:
 
     def result(self) -> dict[str, Any]:
         part = self.execution.part
-        until = next((int(a[8:]) for a in self.execution.arguments if a.startswith("--until=")), 8)
+        until = int(pause_of(self.execution) or 8)
         return {
             "preprocess": {"dataset_id": "d"},
             "train": {"run_id": f"run-{part}", "step": until, "loss": LOSSES.get(part)},
@@ -134,7 +139,7 @@ def test_an_entry_of_another_controller_wins(tmp_path: Path, monkeypatch: pytest
             original(store, search, 0, other)
         return original(store, search, number, entry)
 
-    monkeypatch.setattr("holdfast.pipelines.search_runner.append", late)
+    monkeypatch.setattr("holdfast.search.log.append", late)
     steps = Steps()
     assert run(store, steps) == 0
     assert read_log(store, ID)[0] == other

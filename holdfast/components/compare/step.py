@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from holdfast.scoring import settings_key
@@ -74,12 +74,12 @@ def compare(
         if ended is not None and ended.until != WHOLE:
             stopped.append(StoppedTrial(changes=changes, run_id=identity, step=ended.step, loss=ended.loss))
             continue
-        result = _newest(store, layout.result(identity))
-        verdict = _newest(store, layout.run(identity, f"evaluations/{settings_key(trial)}"))
-        if result and verdict:
-            rows.append(_row(changes, identity, result, verdict, spec))
+        row = row_of(changes, trial, identity, store)
+        if row is not None:
+            rows.append(row)
         else:
-            failed.append(_failed(changes, identity, "evaluate" if result else "train", str(number), outcomes))
+            step = "evaluate" if store.stat(layout.result(identity)) is not None else "train"
+            failed.append(_failed(changes, identity, step, str(number), outcomes))
     if not rows:
         raise NoTrialEndedError(failed)
     rows.sort(key=lambda row: (row.word != BLESSED, _rank(row, spec), row.run_id))
@@ -120,11 +120,14 @@ def _rank(row: Row, spec: Spec) -> float:
     return -row.value if spec.evaluation.metrics[0].higher_is_better else row.value
 
 
-def _row(
-    changes: tuple[str, ...], identity: str, result: Mapping[str, Any], verdict: Mapping[str, Any], spec: Spec
-) -> Row:
-    if spec.train.script is not None:
-        metric = spec.evaluation.metrics[0].label
+def row_of(changes: tuple[str, ...], trial: Spec, identity: str, store: Store) -> Row | None:
+    """The row of a trial; None without a result and a verdict."""
+    result = _newest(store, layout.result(identity))
+    verdict = _newest(store, layout.run(identity, f"evaluations/{settings_key(trial)}"))
+    if not result or not verdict:
+        return None
+    if trial.train.script is not None:
+        metric = trial.evaluation.metrics[0].label
         value = float(verdict["metrics"][f"metric.{metric}"])
         return Row(
             changes=changes,

@@ -16,14 +16,13 @@ from holdfast.telemetry import read_events
 # Entry point of the train step in a DAG, and its artifacts.
 
 
-def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool, until: str = "") -> StepResult:
-    """Train on a dataset from preprocess. The result is `TrainingResult`. `until` is the step at which a search pauses
-    the trial; the result then has the scores at that step."""
+def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool) -> StepResult:
+    """Train on a dataset from preprocess. The result is `TrainingResult`, or the scores at `training.pause_at`."""
     store = open_store(url)
     if spec.train.script is not None:
         return _script(spec, dataset_id, store, salt, replan)
-    if until:
-        return _paused(spec, store, dataset_id, salt, int(until), replan)
+    if spec.training.pauses:
+        return _paused(spec, store, dataset_id, salt, replan)
     result = run(spec, dataset_id, store, salt, replan=replan)
     lineage = {"run_id": result.run_id, "dataset_id": dataset_id, "checkpoint": result.checkpoint}
     figures = {name: getattr(result, name) for name in ("step", "tokens", "parameters", "attempts")}
@@ -35,7 +34,8 @@ def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool, unti
     return StepResult(result.model_dump(mode="json"), shown)
 
 
-def _paused(spec: Spec, store: Store, dataset_id: str, salt: str, until: int, replan: bool) -> StepResult:
+def _paused(spec: Spec, store: Store, dataset_id: str, salt: str, replan: bool) -> StepResult:
+    until, spec = spec.training.pause_at or 0, spec.with_overrides(["training.pause_at=null"])
     scores = run_until(spec, dataset_id, store, salt, until=until, replan=replan)
     identity = run_id(spec, dataset_id, salt, first_weights_digest(spec))
     shown = {

@@ -49,7 +49,7 @@ from holdfast.rank.health_gate import health_check_request
 from holdfast.runtime.environment import cache_dir, in_step_pod, log_dir
 from holdfast.runtime.shutdown import request_shutdown
 from holdfast.scoring import require_tasks
-from holdfast.scoring.evaluations import StepScores, best_step, find_scores
+from holdfast.scoring.evaluations import StepScores, best_step, find_scores, scores_of_pause
 from holdfast.script.assignment import ScriptAssignment
 from holdfast.spec import ExitCode, HoldfastError, Spec, run_id
 from holdfast.spec.batch_sizes import BatchSizes
@@ -126,11 +126,10 @@ def train_until(
     launcher = choose_launcher(spec, log_dir(identity))
     with launcher.only_one(identity):
         reached = max(until, newest_step(store, identity) or 0)
-        for step in (until, reached):
-            scores = find_scores(store, identity, step)
-            if scores is not None and scores.max_tokens == spec.evaluation.max_tokens:
-                log.info("run %s: already measured at step %d", identity, step)
-                return scores
+        known = scores_of_pause(store, identity, (until, reached), spec.evaluation.max_tokens)
+        if known is not None:
+            log.info("run %s: already measured at step %d", identity, known.step)
+            return known
         planned, dataset = _planned(spec, dataset_id, store, identity, launcher, salt=salt, replan=replan)
         with recorded_training(planned, identity, dataset_id, store) as ended:
             assignment = Assignment.of(planned, identity, dataset_id, weights).paused(reached, planned.evaluation)

@@ -10,7 +10,7 @@ class Capabilities:
     """What a backend can do, beyond the `Backend` protocol, which every backend fulfills."""
 
     sweeps: bool = False  # runs the DAG of a sweep
-    searches: bool = False  # runs a search whose trials depend on results: tpe, asha
+    searches: bool = False  # runs the trials of a search that depend on results: tpe, asha
     limited_trials: bool = False  # limits the concurrent trials of a sweep to a number
     foreground: bool = False  # `submit` runs the steps on this machine, shows the progress, and returns at the end
     images: bool = False  # takes the image and the service account of the steps from the request
@@ -26,12 +26,13 @@ LOCAL = Capabilities(sweeps=True, searches=True, foreground=True, shared_folders
 SSH = Capabilities(foreground=True, endpoints=True, shared_folders=True)
 KUBEFLOW = Capabilities(
     sweeps=True,
+    searches=True,
     images=True,
     endpoints=True,
     namespaces=True,
     kubernetes=True,
     own_account=True,
 )
-ARGO = Capabilities(sweeps=True, limited_trials=True, images=True, namespaces=True, kubernetes=True)
-SLURM = Capabilities(sweeps=True, limited_trials=True, shared_folders=True)
-RAY = Capabilities(endpoints=True, shared_volumes=True)
+ARGO = Capabilities(sweeps=True, searches=True, limited_trials=True, images=True, namespaces=True, kubernetes=True)
+SLURM = Capabilities(sweeps=True, searches=True, limited_trials=True, shared_folders=True)
+RAY = Capabilities(searches=True, endpoints=True, shared_volumes=True)

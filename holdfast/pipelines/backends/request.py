@@ -115,6 +115,8 @@ def identify_request(request: RunRequest, *, shared_folders: bool = False, share
             identity = sweep_id([run for _, _, run in trials_of(spec, request.trials, dataset_id, request.salt)])
         else:
             identity = run_id(spec, dataset_id, request.salt, first_weights_digest(spec))
+        if request.search is not None:
+            identity = request.search.identity(identity)
     except (HoldfastError, OSError) as error:
         unread = str(error)
     return replace(request, run_id=identity, unread=unread)

@@ -128,7 +128,7 @@ def _print_submission(made: Submission, as_json: bool) -> None:
         err(f"note: where it runs is not kept in {made.store}, so name it with --backend ({made.record_error})")
     if as_json:
         print_json({"run": status, "created": made.created, "run_id": made.run_id, "salt": request.salt})
-    elif not capabilities_of(status.backend).foreground:  # the terminal has shown everything
+    elif not capabilities_of(status.backend).foreground and request.search is None:  # else the terminal shows all
         from holdfast.runtime.environment import store_url
 
         out(f"{status.name}: {'submitted' if made.created else f'exists already, {status.state}'}")

@@ -56,6 +56,7 @@ from holdfast.spec.rules.objective import check_adapters, check_own_objective, c
 from holdfast.spec.rules.operations import (
     check_evaluation,
     check_own_metrics,
+    check_pause,
     check_schedule,
     check_serving,
     check_store,
@@ -151,6 +152,7 @@ RULES: tuple[Rule, ...] = (
     check_cache_size,
     check_held_out_data,
     check_evaluation,
+    check_pause,
     check_own_metrics,
     check_text_field,
     check_tokenized,

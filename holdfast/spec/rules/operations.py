@@ -47,6 +47,15 @@ def check_own_metrics(spec: Spec) -> Iterator[Problem]:
             yield Problem(field, function.use, "is only used with train.script", "remove it")
 
 
+def check_pause(spec: Spec) -> Iterator[Problem]:
+    """A pause has a held-out loss."""
+    refused = {"data.kind: prompts": spec.data.kind == "prompts", "training.lora": spec.training.lora.rank is not None}
+    for what, given in refused.items():
+        if spec.training.pauses and given:
+            message = f"has no held-out loss with {what}"
+            yield Problem("training.pause_at", spec.training.pause_at, message, "remove one of them")
+
+
 def check_evaluation(spec: Spec) -> Iterator[Problem]:
     """Fields for a comparison or for samples are not given without one. No task is listed twice."""
     evaluation = spec.evaluation

@@ -199,7 +199,6 @@ def _input(step: Step, one: str) -> str:
         "job": "Id of the execution of the pipeline.",
         "trial": "Number of the trial of a sweep.",
         "trials": "The trials of a sweep, as JSON.",
-        "until": "Step at which a search pauses the trial. Empty: the last one.",
         "status": "The status of the pipeline's tasks (`dsl.PipelineTaskFinalStatus`).",
         step.item: "One item of the list that the step before returns.",
     }[one]
