@@ -212,7 +212,7 @@ def preview(wanted: RunRequest, *, backend: str = "", options: ClusterOptions = 
 
         first = next_decision(wanted.search, wanted.spec.training.steps, ())
         assert first is not None
-        wanted = trial_request(wanted, first.changes, first.until)
+        wanted = trial_request(wanted, wanted.spec.with_overrides(first.changes), first.until)
     return target.objects(wanted)
 
 

@@ -43,10 +43,9 @@ class _Trial:
     run_id: str
 
 
-def trial_request(request: RunRequest, changes: tuple[str, ...], until: int) -> RunRequest:
-    """The request of one training of a search: up to step `until`, or WHOLE. Its name is a digest of the request, as
-    pauses of one run are different submissions."""
-    spec = request.spec.with_overrides(changes)
+def trial_request(request: RunRequest, spec: Spec, until: int) -> RunRequest:
+    """The request of one training of a search: of the trial's `spec`, up to step `until`, or WHOLE. Its name is a
+    digest of the request, as pauses of one run are different submissions."""
     paused = spec.with_overrides([f"{PAUSE}={spec.training.steps if until == WHOLE else until}"])
     return replace(request, spec=paused, search=None, run_id="", unread="it is a trial of a search")
 
@@ -87,7 +86,7 @@ class SubmittedSearch:
             trial = self._trial(self._log.changes_of(decision.trial))
             score = self._score(decision, trial)
             if score is None:
-                status = self._run(trial_request(self._request, trial.changes, decision.until), _words(decision))
+                status = self._run(trial_request(self._request, trial.spec, decision.until), _words(decision))
                 score = _failure(decision, status) or self._score(decision, trial)
                 if score is None:
                     reason = status.message or f"{status.id} ended as {status.state} without a score"
