@@ -14,7 +14,6 @@ import pytest
 from tests.slurm.chain import LIKE_TWO_NODES, Place
 from tests.slurm.cluster import SlurmCluster
 from tests.whole import small
-from tests.whole.submitting import until
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
 
@@ -50,9 +49,7 @@ def test_a_search_whose_controller_is_killed_has_the_log_and_the_digests_of_the_
         text=True,
     )
     assert controller.stdout is not None
-    until(
-        lambda: "trial 2 to step 5: runs as" in next(iter(controller.stdout or ()), "trial 2 to step 5: runs as"), 300
-    )
+    assert any("trial 2 to step 5: runs as" in line for line in controller.stdout)
     controller.send_signal(signal.SIGKILL)
     assert controller.wait() == -signal.SIGKILL
     output = place.holdfast(*command)
