@@ -166,7 +166,7 @@ def test_runtime_fields_are_these_and_no_others() -> None:
         "name", "code", "store", "data.sources[].reader.use", "data.cleaning.filters[].use",
         "data.workers", "data.fan_out", "train.inputs[].uri",
         "train.restart_on", "train.log_every", "train.verify_steps", "train.preload",
-        "training.auto_micro_batch",
+        "training.pause_at", "training.auto_micro_batch",
         "training.objective.use", "training.optimizer.build.use", "training.schedule.factor.use",
         "training.grpo.rewards[].use",
         "training.grpo.environment.use", "training.grpo.keep_steps",
