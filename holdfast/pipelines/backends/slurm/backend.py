@@ -354,6 +354,8 @@ def _oldest(mine: Submitted) -> Submitted:
 
 
 def _avoided_nodes(chain: Chain) -> frozenset[str]:
+    if not chain.request.run_id:  # no launch of it is known
+        return frozenset()
     with suppress(HoldfastError):  # the jobs find the store themselves
         store = open_store(chain.store, deadline=STORE_SECONDS)
         return avoided_nodes(store, chain.request.run_id, chain.spec.cluster)
