@@ -27,3 +27,12 @@ def stream_seed(seed: int, stream: str, step: int, rank: int = 0) -> int:
     """The seed of one named random stream at one step. Streams never overlap and need no saved state."""
     key = f"stream\0{seed}\0{stream}\0{step}\0{rank}"
     return int.from_bytes(blake3(key.encode()).digest(8), "little") >> 1
+
+
+def seed_torch(seed: int) -> None:
+    """Seed the global generators of torch. A build without an accelerator has only that of the CPU, and
+    `torch.manual_seed` would format the stack of its caller for the others."""
+    if torch.accelerator.current_accelerator() is None:
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.manual_seed(seed)

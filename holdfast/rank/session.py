@@ -18,7 +18,7 @@ from holdfast.rank.anomalies import Anomalies
 from holdfast.rank.answer_batches import AnswerBatches
 from holdfast.rank.observers import FinishedStep, Observer
 from holdfast.rank.preemption import PreemptionSignal
-from holdfast.rank.randomness import stream_seed
+from holdfast.rank.randomness import seed_torch, stream_seed
 from holdfast.rank.replicas import require_equal_replicas, state_digest
 from holdfast.rank.step_evaluation import StepEvaluation
 from holdfast.spec.batch_sizes import BatchSizes
@@ -96,7 +96,7 @@ class RankSession:
     def compute(self, step: int, rows: NDArray[int64], rate: float) -> StepOutput:
         """Run one optimizer step on this rank's rows of batch `step`. A collective call."""
         phases.enter("forward", step)
-        torch.manual_seed(stream_seed(self.spec.training.seed, "step", step))
+        seed_torch(stream_seed(self.spec.training.seed, "step", step))
         self.anomalies.begin_step(step)
         size = BatchSizes.of(self.spec.training).size(step)
         output = self.engine.step(torch.from_numpy(rows), rate, self.before_update, self.anomalies.judge, size)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.utils.data import _utils
 
-from holdfast.rank.randomness import stream_seed
+from holdfast.rank.randomness import seed_torch, stream_seed
 
 _FETCHERS = ("_MapDatasetFetcher", "_IterableDatasetFetcher")  # of torch's DataLoader, with a method `fetch`
 
@@ -26,7 +26,7 @@ _FETCHERS = ("_MapDatasetFetcher", "_IterableDatasetFetcher")  # of torch's Data
 def seed_all(seed: int, stream: str, number: int, rank: int = 0) -> None:
     """Seed the global generators of torch, numpy and Python for one named stream."""
     value = stream_seed(seed, stream, number, rank)
-    torch.manual_seed(value)
+    seed_torch(value)
     np.random.seed(value & 0xFFFFFFFF)
     random.seed(value)
 

@@ -26,6 +26,7 @@ from holdfast.pipelines.cli import app
 from holdfast.pipelines.paths import load_spec
 from holdfast.pipelines.view.catalog import find_run
 from holdfast.pipelines.view.report import print_run
+from holdfast.rank.randomness import seed_torch
 from holdfast.runtime.exits import code_of
 from holdfast.script.seeding import key_fetches
 from holdfast.script.state import ScriptState
@@ -354,3 +355,15 @@ def test_init_writes_a_spec_for_a_script_and_shows_the_lines_to_add(tmp_path: Pa
 @pytest.mark.parametrize("name", ["loop", "transformers", "lightning", "accelerate", "trl"])
 def test_the_examples_have_valid_specs(name: str) -> None:
     assert load_spec(EXAMPLES / name / "spec.yaml").train.script == "train.py"
+
+
+def test_the_seed_of_a_step_is_that_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(11)
+    expected = torch.randn(4)
+    seed_torch(11)
+    assert torch.equal(torch.randn(4), expected)
+    seeds: list[int] = []
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "manual_seed", seeds.append)
+    seed_torch(11)
+    assert seeds == [11], "with an accelerator its generators are seeded, too"
