@@ -31,7 +31,7 @@ def stream_seed(seed: int, stream: str, step: int, rank: int = 0) -> int:
 
 def seed_torch(seed: int) -> None:
     """Seed the global generators of torch. A build without an accelerator has only that of the CPU, and
-    `torch.manual_seed` would format the stack of its caller for the others."""
+    `torch.manual_seed` would format the stack of its caller for the rest."""
     if torch.accelerator.current_accelerator() is None:
         torch.default_generator.manual_seed(seed)
     else:
