@@ -63,6 +63,13 @@ class Page(Protocol):
         """Enter the phase of that number in PHASES after `step` optimizer steps; `now` by `time.monotonic`."""
 
 
+class RangeMarker(Protocol):
+    """Shows phases as ranges of a profiler."""
+
+    def __call__(self, phase: Phase | None, /) -> None:
+        """End the current range, and begin that of `phase`; None: begin none."""
+
+
 class Stamp(Protocol):
     """A mark in the work of a device, as `torch.cuda.Event` is."""
 
@@ -105,6 +112,7 @@ class PhaseClock:
         self._stamps: list[tuple[Phase, Stamp]] = []
         self._held = False
         self._page: Page | None = None
+        self._ranges: RangeMarker | None = None
         self.place = Place("start", 0, self._mark)
 
     def show_on(self, page: Page) -> None:
@@ -115,6 +123,15 @@ class PhaseClock:
     def measure_by(self, stamp: Callable[[], Stamp]) -> None:
         """Let `stamp` mark the work of a device wherever a phase begins, from the next lap on."""
         self._stamp = stamp
+
+    def mark_ranges(self, ranges: RangeMarker | None) -> RangeMarker | None:
+        """Show this phase and all that follow as ranges; None: show none. Returns what has shown them until now."""
+        before, self._ranges = self._ranges, ranges
+        if before is not None:
+            before(None)
+        if ranges is not None:
+            ranges(self.place.phase)
+        return before
 
     def enter(self, phase: Phase, step: int | None = None) -> None:
         """Begin a phase, and end the one before; `step`: optimizer steps done, if that has changed."""
@@ -128,6 +145,8 @@ class PhaseClock:
             self._page.enter(_NUMBERS[phase], self.place.step, now)
         if self._stamps and self._stamp is not None:
             self._stamps.append((phase, self._stamp()))
+        if self._ranges is not None and phase != before.phase:
+            self._ranges(phase)
 
     @contextmanager
     def only(self, phase: Phase) -> Iterator[None]:
@@ -178,6 +197,11 @@ def show_on(page: Page) -> None:
 def measure_by(stamp: Callable[[], Stamp]) -> None:
     """See PhaseClock: of this process."""
     _here.measure_by(stamp)
+
+
+def mark_ranges(ranges: RangeMarker | None) -> RangeMarker | None:
+    """See PhaseClock: of this process."""
+    return _here.mark_ranges(ranges)
 
 
 def begin() -> None:

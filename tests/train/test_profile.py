@@ -6,7 +6,9 @@ import gzip
 import json
 import math
 import signal
+import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,12 @@ import torch
 from holdfast.checkpoint import Attempt
 from holdfast.engines.interface import StepOutput
 from holdfast.rank.measure import profile
+from holdfast.rank.measure.phase_ranges import NVTX_VARIABLE, requested_ranges
 from holdfast.rank.measure.profile import Profiler
 from holdfast.rank.observers import FinishedStep
 from holdfast.spec.errors import PreemptedError, SpecError
 from holdfast.store import Store, layout, open_store
-from holdfast.telemetry import read_events, recording
+from holdfast.telemetry import phases, read_events, recording
 from holdfast.telemetry.events import Event, ProfileSaved, WarningIssued
 from holdfast.telemetry.profiles import Window, ask, pending_request, table_key
 from tests.checkpoint.ranks import in_ranks
@@ -142,3 +145,58 @@ def test_a_profile_changes_no_bit(tmp_path: Path) -> None:
     traces = [info.key for info in store.list(layout.run(identity_of(spec, "profiled"), "profiles/"))]
     name = "000000002-000000006.000001"
     assert [key.rsplit("/", 1)[1] for key in traces] == [f"{name}.trace.json.gz", f"{name}.txt"]
+    events = json.loads(gzip.decompress(store.get(traces[0])))["traceEvents"]
+    ranges = Counter(event["name"] for event in events if str(event.get("name")).startswith("holdfast."))
+    steps = {f"holdfast.{phase}": 4 for phase in ("data", "optimizer")}  # steps 3 to 6
+    assert steps.items() <= ranges.items()
+    assert {"holdfast.forward", "holdfast.backward", "holdfast.check", "holdfast.save"} <= ranges.keys()
+
+
+def test_no_range_begins_without_a_profile(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a finished profile leaves none behind."""
+    entered: list[str] = []
+
+    class Range(torch.profiler.record_function):
+        def __init__(self, name: str) -> None:
+            super().__init__(name)
+            entered.append(name)
+
+    monkeypatch.setattr("torch.profiler.record_function", Range)
+    ask(store, RUN, Window.of("3-4"))
+    counts = []
+    with recording(store, RUN, "rank 0"), Profiler(store, Attempt(RUN, 7), active=True) as profiler:
+        for steps, known in ((range(1, 3), True), (range(3, 5), False), (range(5, 7), False)):
+            phases.enter("data")
+            phases.enter("forward")
+            train_with(profiler, steps, known)
+            counts.append(len(entered))
+    assert counts[0] == 1  # the profile has begun, in the current phase
+    assert entered == ["holdfast.forward", "holdfast.data", "holdfast.forward"]
+    assert counts[2] == counts[1]
+
+
+def test_nvtx_ranges_cover_the_phases_of_a_rank_when_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The wiring, against a recorder in place of the driver's library."""
+    opened: list[str] = []
+    ended: list[int] = []
+
+    def start(name: str) -> int:
+        opened.append(name)
+        return len(opened)
+
+    monkeypatch.setattr("torch.cuda.nvtx.range_start", start)
+    monkeypatch.setattr("torch.cuda.nvtx.range_end", ended.append)
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    assert requested_ranges(torch.device("cuda")) is None
+    monkeypatch.setenv(NVTX_VARIABLE, "1")
+    assert requested_ranges(torch.device("cpu")) is None
+    clock = phases.PhaseClock()
+    clock.mark_ranges(requested_ranges(torch.device("cuda")))
+    clock.enter("forward")
+    clock.lap()
+    backward = threading.Thread(target=clock.enter, args=("backward",))
+    backward.start()
+    backward.join()
+    clock.mark_ranges(None)
+    clock.enter("optimizer")
+    assert (opened, ended) == (["holdfast.start", "holdfast.forward", "holdfast.backward"], [1, 2, 3])

@@ -17,6 +17,7 @@ from typing import Any, Protocol, Self
 import torch
 
 from holdfast.rank.measure.energy_meter import Meter
+from holdfast.rank.measure.phase_ranges import requested_ranges
 from holdfast.spec.errors import PreemptedError
 from holdfast.telemetry import emit, phases
 from holdfast.telemetry.events import TimeSpent
@@ -48,6 +49,8 @@ class PhaseTimeReporter:
         measures the time of an accelerator separately, and `meter` reports its figures."""
         if device.type == "cuda":
             phases.measure_by(_mark)
+        if (ranges := requested_ranges(device)) is not None:
+            phases.mark_ranges(ranges)
         self._rank, self._step = rank, step
         self._least, self._began = max(SECONDS, world / RANKS_A_SECOND), time.monotonic()
         self._meter, self._metered = meter, False

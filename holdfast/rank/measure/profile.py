@@ -18,12 +18,14 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from holdfast.checkpoint import Attempt
+from holdfast.rank.measure.phase_ranges import trace_ranges
 from holdfast.rank.observers import FinishedStep
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec.errors import HoldfastError
 from holdfast.store import Store
-from holdfast.telemetry import emit
+from holdfast.telemetry import emit, phases
 from holdfast.telemetry.events import ProfileSaved, WarningIssued
+from holdfast.telemetry.phases import RangeMarker
 from holdfast.telemetry.profiles import Window, clear_request, pending_request, table_key, trace_key
 
 LOOK_SECONDS = 5.0  # between two polls for a request
@@ -44,6 +46,7 @@ class Profiler:
         self._found: Window | None = None
         self._window: Window | None = None  # that is being profiled
         self._profile: profile | None = None
+        self._ranges_before: RangeMarker | None = None  # while a profile shows the phases
         self._writing: threading.Thread | None = None
         self._clearing: threading.Thread | None = None  # clears a request
         self._closed = False
@@ -120,10 +123,12 @@ class Profiler:
             self._lost(window, error)
             return
         self._window, self._profile = window, profiler
+        self._ranges_before = phases.mark_ranges(trace_ranges())
         log.info("steps %d to %d are profiled", window.first, window.last)
 
     def _end(self, taken: profile, window: Window, *, keep: bool = True) -> None:
         self._profile = self._window = None
+        phases.mark_ranges(self._ranges_before)
         self._looked = time.monotonic()
         try:
             taken.stop()
