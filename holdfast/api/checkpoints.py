@@ -112,20 +112,20 @@ def export_checkpoint(
     """Write a checkpoint in a format of other software. Returns its run and step.
 
     `hf`: the model, for transformers, into a folder or s3://… `hf-ema`: likewise, with the averages of
-    `training.ema`. `dcp`: the whole state for torch, into a folder.
+    `training.ema`. `dcp`: the whole state for torch, into a folder or s3://…
     """
-    from holdfast.exchange import export_dcp, export_hugging_face
+    from holdfast.exchange import export_dcp, export_hugging_face, upload_dcp
     from holdfast.pipelines.paths import store_root
     from holdfast.store import open_store
 
     if to not in EXPORT_FORMATS:
         raise UsageError(f"{to!r} is no format", "--to", f"use one of {', '.join(EXPORT_FORMATS)}")
     opened_store, tell = open_store_at(store), progress or silent
-    if to == "dcp" and "://" in destination:
-        raise UsageError(f"{destination}: --to dcp writes only to a folder of this machine")
     source = open_checkpoint(checkpoint, opened_store)
     with source.marked():
-        if to == "dcp":
+        if to == "dcp" and "://" in destination:
+            upload_dcp(source, open_store(store_root(destination)), tell)
+        elif to == "dcp":
             export_dcp(source, Path(destination), tell)
         else:
             spec, dataset = _described(opened_store, source.manifest.run_id, source.manifest.dataset_id)

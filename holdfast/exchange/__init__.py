@@ -14,7 +14,7 @@ from holdfast.exchange.hugging_face import HuggingFace, export_hugging_face
 from holdfast.exchange.import_checkpoint import ImportedCheckpoint, Source, UniversalCheckpoint, import_checkpoint
 
 if TYPE_CHECKING:
-    from holdfast.exchange.dcp import DistributedCheckpoint, export_dcp
+    from holdfast.exchange.dcp import DistributedCheckpoint, export_dcp, upload_dcp
 
 __all__ = [
     "DistributedCheckpoint",
@@ -25,10 +25,11 @@ __all__ = [
     "export_dcp",
     "export_hugging_face",
     "import_checkpoint",
+    "upload_dcp",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in ("DistributedCheckpoint", "export_dcp"):
+    if name not in ("DistributedCheckpoint", "export_dcp", "upload_dcp"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.dcp"), name)

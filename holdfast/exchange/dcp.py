@@ -8,9 +8,11 @@ regular files inside the folder.
 from __future__ import annotations
 
 import io
+import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -18,8 +20,9 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint import CheckpointException, metadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from holdfast.checkpoint import Checkpoint, TensorBox
@@ -27,8 +30,10 @@ from holdfast.checkpoint.box import DTYPES as SAVED_DTYPES
 from holdfast.exchange.import_checkpoint import BOX_BYTES, MOMENTS
 from holdfast.exchange.pickle_records import MOST_BYTES, Table, read_pickle, record_of
 from holdfast.exchange.torch_file import DTYPES, StoredTensor, file_inside, numbers, read_tensors
+from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec.errors import DataError, MissingError
-from holdfast.store import read_file_bounded
+from holdfast.store import Store, read_file_bounded
+from holdfast.store.payload import DCP_METADATA
 
 PART_BYTES = 128 * 2**20  # of a tensor in one file
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -62,11 +67,56 @@ def export_dcp(checkpoint: Checkpoint, folder: Path, progress: Callable[[int, in
     if folder.exists() and any(folder.iterdir()):
         raise DataError(f"{folder} is not empty: name one that is, or that does not exist")
     folder.mkdir(parents=True, exist_ok=True)
-    writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, thread_count=1)
+    _write_dcp(checkpoint, dcp.FileSystemWriter(folder, single_file_per_rank=False, thread_count=1), progress)
+
+
+def upload_dcp(checkpoint: Checkpoint, target: Store, progress: Callable[[int, int], None] = lambda *_: None) -> None:
+    """Write a checkpoint into a bucket, as `export_dcp` does.
+
+    Each file is uploaded, and deleted on this machine, before the next one is written. `.metadata` comes last: without
+    it there is no checkpoint. Repeat an interrupted upload. Raises DataError if the target has a distributed
+    checkpoint, and DamageError for data that cannot be verified.
+    """
+    if target.stat(DCP_METADATA) is not None:
+        raise DataError(f"{target.url} has a distributed checkpoint ({DCP_METADATA}): name another prefix")
+    with temporary_folder("export") as folder:
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, thread_count=1, sync_files=False)
+        writer.fs = _Uploading(target)
+        _write_dcp(checkpoint, writer, progress)
+
+
+class _Uploading(FileSystem):
+    """Uploads each file when it is whole."""
+
+    def __init__(self, target: Store) -> None:
+        self._target = target
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase, None, None]:
+        """See FileSystemBase."""
+        with super().create_stream(path, mode) as stream:
+            yield stream
+        if Path(path).suffix != ".tmp":  # it is renamed
+            self._upload(Path(path))
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """See FileSystemBase."""
+        super().rename(path, new_path)
+        self._upload(Path(new_path))
+
+    def _upload(self, path: Path) -> None:
+        self._target.upload(path, path.name)
+        path.unlink()
+
+
+def _write_dcp(checkpoint: Checkpoint, writer: dcp.FileSystemWriter, progress: Callable[[int, int], None]) -> None:
     scalars = {name: torch.tensor(value) for name, value in checkpoint.manifest.scalars.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the missing process group is intended
-        dcp.save({}, storage_writer=writer, planner=_Streaming(checkpoint, scalars, progress), no_dist=True)
+        try:
+            dcp.save({}, storage_writer=writer, planner=_Streaming(checkpoint, scalars, progress), no_dist=True)
+        except CheckpointException as error:  # torch wraps the error of a rank
+            raise error.failures[0][0] from None
 
 
 class _Streaming(DefaultSavePlanner):
@@ -122,7 +172,7 @@ class DistributedCheckpoint:
     def __init__(self, folder: Path) -> None:
         """Open the folder. Raises MissingError or DataError."""
         self.where, self._folder = str(folder), folder
-        path = folder / ".metadata"
+        path = folder / DCP_METADATA
         if not path.is_file():
             raise MissingError(f"{path}: there is no such file; name the folder that dcp.save wrote")
         read = read_pickle(read_file_bounded(path, MOST_BYTES), str(path), _NAMES)

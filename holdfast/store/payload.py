@@ -14,6 +14,7 @@ from holdfast.spec.errors import DataError
 from holdfast.store.interface import Buffer, Data, TooLargeError
 
 KEY_BYTES = 900  # S3 allows 1024, including the prefix of the store
+DCP_METADATA = ".metadata"  # the file that makes a folder a distributed checkpoint of torch; lists do not show it
 NAME_BYTES = 200  # a name in a folder has at most 255 bytes
 
 Pieces = list[memoryview]  # laid one after another
@@ -24,7 +25,7 @@ def check_key(key: str) -> str:
     parts = key.split("/")
     if not key or any(part in ("", ".", "..") for part in parts):
         raise ValueError(f"key {key[:100]!r}: parts must be non-empty and not '.' or '..'; write it as folder/name")
-    if any(part.startswith(".") for part in parts):
+    if any(part.startswith(".") for part in parts) and key != DCP_METADATA:
         raise ValueError(f"key {key[:100]!r}: parts that begin with a dot belong to the store; drop the dot")
     if "\\" in key or not key.isprintable():
         raise ValueError(f"key {key[:100]!r}: backslashes and control characters are refused; use plain names")

@@ -25,10 +25,11 @@ from holdfast.exchange import (
     export_dcp,
     export_hugging_face,
     import_checkpoint,
+    upload_dcp,
 )
 from holdfast.model.initialise import initial_tensor, parameter_shapes
 from holdfast.spec import Spec, run_id
-from holdfast.spec.errors import DataError, MissingError
+from holdfast.spec.errors import DataError, MissingError, StoreUnreachableError
 from holdfast.store import Store, open_store
 from tests.checkpoint.ranks import in_ranks
 from tests.checkpoint.saving import RUN, checkpointer, save, state, whole
@@ -81,6 +82,43 @@ def test_torch_loads_what_was_exported_for_it(
     assert progress[-1][0] == progress[-1][1] == sum(tensor.nbytes for tensor in expected.values())
     with pytest.raises(DataError, match="not empty"):
         export_dcp(open_checkpoint(folder_store, RUN, 3), tmp_path / "out")
+
+
+def test_torch_loads_what_was_uploaded_for_it_and_an_interrupted_upload_is_no_checkpoint(
+    folder_store: Store, s3_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("holdfast.exchange.dcp.PART_BYTES", 40)
+    save(checkpointer(folder_store), 3)
+    checkpoint, target = open_checkpoint(folder_store, RUN, 3), open_store(f"{s3_url}/dcp")
+    upload, uploaded, here = type(target).upload, list[str](), set[int]()
+
+    def interrupted(store: Store, path: Path, key: str) -> None:
+        if len(uploaded) == 3:
+            raise StoreUnreachableError("the bucket is gone")
+        here.add(len(list(path.parent.iterdir())))
+        upload(store, path, key)
+        uploaded.append(key)
+
+    with monkeypatch.context() as patch, pytest.raises(StoreUnreachableError, match="the bucket is gone"):
+        patch.setattr(type(target), "upload", interrupted)
+        upload_dcp(checkpoint, target)
+    assert [info.key for info in target.list("")] == sorted(uploaded)
+    assert len(uploaded) == 3
+    assert here == {1}  # files on this machine at a time
+    upload_dcp(checkpoint, target)
+    export_dcp(checkpoint, tmp_path / "folder")
+    keys = {path.name for path in (tmp_path / "folder").iterdir()}
+    assert {".metadata", *uploaded} <= keys
+    (tmp_path / "out").mkdir()
+    for key in keys:
+        target.download(key, tmp_path / "out" / key)
+    expected = state(3)
+    loaded: dict[str, Any] = {name: torch.full_like(tensor, 9) for name, tensor in expected.items() if tensor.numel()}
+    dcp.load(loaded, checkpoint_id=tmp_path / "out", no_dist=True)
+    for name, tensor in loaded.items():
+        assert torch.equal(tensor, expected[name]), name
+    with pytest.raises(DataError, match="name another prefix"):
+        upload_dcp(checkpoint, target)
 
 
 def test_the_model_of_a_checkpoint_becomes_a_hugging_face_folder_that_reads_back_to_the_bit(tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def gc(
 def export(
     checkpoint: AtStep,
     destination: Annotated[
-        str, typer.Argument(metavar="FOLDER", help="Destination: a folder, or s3://… with --to hf.", show_default=False)
+        str, typer.Argument(metavar="FOLDER", help="Destination: a folder or s3://…", show_default=False)
     ],
     to: Annotated[
         Target,
