@@ -139,7 +139,7 @@ def test_a_profile_changes_no_bit(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec()
     ask(store, identity_of(spec, "profiled"), Window.of("5"))
     runs: Runs = [((), "", None), ((), "profiled", None)]
-    (endings,) = in_ranks(1, _train_looking_first, store.url, tmp_path, runs, False, signal.SIGTERM, seconds=400)
+    (endings,) = in_ranks(1, _train_looking_first, store.url, tmp_path, runs, False, signal.SIGTERM, None, seconds=400)
     assert endings == ["", ""]
     assert trained(store, spec, "profiled") == trained(store, spec)
     traces = [info.key for info in store.list(layout.run(identity_of(spec, "profiled"), "profiles/"))]
