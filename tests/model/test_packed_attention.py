@@ -380,6 +380,7 @@ def test_a_document_that_fills_its_row_has_two_sums_whatever_else_is_in_the_batc
 
 
 def test_one_call_computes_the_backward_where_no_bits_are_promised(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash, "promises_bits", lambda: False)
     monkeypatch.setattr(flash, "LONG_DOCUMENT", 10)
     assert calls_of(of_lengths(3, 12, 11)) == [((0, 3, 15, 26), 0, 26, 1)]
 

@@ -7,6 +7,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from holdfast.checkpoint import read_manifest
 from holdfast.checkpoint.lineage import newest_step
 from holdfast.launch.exits import RankRecord
@@ -48,6 +50,7 @@ def run_script(
     launch = claim_launch(store, run_id, assignment.model_dump(mode="json"))
     sessions._session = None
     sessions.launched = sessions.Launched(store, launch, 0.0, False, assignment, "", leave, RankRecord(), inputs)
+    deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
     error: BaseException | None = None
     try:
         with suppress(sessions.StopExit):
@@ -63,6 +66,8 @@ def run_script(
             session.close(None)
         sessions.launched = None
         sessions._session = None
+        torch.use_deterministic_algorithms(deterministic)  # other tests of this process expect torch's defaults
+        torch.set_num_threads(threads)
     return error is None
 
 
