@@ -7,6 +7,7 @@ is installed when a job starts. A job with other packages ends before its ranks 
 from __future__ import annotations
 
 import re
+from functools import cache
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
 
@@ -17,9 +18,11 @@ LOCK_FILE = "requirements.lock"
 _EXACT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?\s*==\s*([A-Za-z0-9.+!-]+)")
 
 
-def installed_packages() -> list[str]:
-    """All packages of this environment as `name==version`, sorted."""
-    return sorted({f"{one.name}=={one.version}" for one in distributions()})
+@cache
+def installed_packages() -> tuple[str, ...]:
+    """All packages of this environment as `name==version`, sorted. They are read once: it takes a second."""
+    found = (one.metadata for one in distributions())
+    return tuple(sorted({f"{metadata['Name']}=={metadata['Version']}" for metadata in found}))
 
 
 def locked_packages(text: str) -> tuple[dict[str, str], list[Problem]]:

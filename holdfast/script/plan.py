@@ -17,7 +17,7 @@ from holdfast.spec.plan import Plan
 def agree_on_plan(assignment: ScriptAssignment, device: torch.device, gang: Gang) -> Plan:
     """The plan that all ranks of the gang share. A collective call. Raises PlanChangedError for ranks with different
     packages or plans."""
-    packages = installed_packages()
+    packages = list(installed_packages())
     plan = Plan(
         settings={
             "parallel.strategy": "script",

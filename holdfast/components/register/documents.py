@@ -11,12 +11,12 @@ import platform
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from typing import Any
 from urllib.parse import quote
 
 import yaml
 
+from holdfast.code.packages import installed_packages
 from holdfast.dataset.manifest import Manifest
 from holdfast.model.verified import ExportRecord
 from holdfast.runtime.secrets import redact
@@ -167,7 +167,8 @@ def bill_of_materials(facts: ModelFacts) -> Json:
 
 def _packages() -> Iterator[Json]:
     """The interpreter and the installed packages, by name."""
-    installed = {one.name.lower().replace("_", "-"): one.version for one in distributions() if one.name}
+    packages = (package.partition("==") for package in installed_packages())
+    installed = {name.lower().replace("_", "-"): version for name, _, version in packages}
     python = platform.python_version()
     yield {"type": "platform", "bom-ref": "python", "name": "python", "version": python}
     for name, version in sorted(installed.items()):
