@@ -28,7 +28,7 @@ from holdfast.corpus.compression import (
 )
 from holdfast.model.hub import dataset_file, hub_file, is_hub
 from holdfast.spec.errors import AccessDeniedError, DataError, HoldfastError, MissingError
-from holdfast.store import Store, open_store
+from holdfast.store import Store, in_bucket, open_store
 from holdfast.store.json_reading import read_bounded, read_file_bounded
 from holdfast.store.payload import check_key
 
@@ -343,13 +343,14 @@ def read_user_file(
 ) -> bytes | None:
     """The bytes of the file at `path`, which the spec's field `field` names, at most `limit`. With `missing=None` a
     missing file gives None. Raises MissingError, DataError, AccessDeniedError."""
-    if path.startswith("s3://"):
-        bucket, _, key = path.removeprefix("s3://").partition("/")
+    if in_bucket(path):
+        scheme, _, rest = path.partition("://")
+        bucket, _, key = rest.partition("/")
         try:
             check_key(key)
         except ValueError as error:
             raise DataError(f"{field}: {path}: {error}; {remedy}") from None
-        store = bucket_store(f"s3://{bucket}")
+        store = bucket_store(f"{scheme}://{bucket}")
         info = store.stat(key)
         if info is not None:
             _bounded(path, field, info.size, limit, remedy)

@@ -36,6 +36,7 @@ from holdfast.dataset.manifest import LeftOut, Lineage
 from holdfast.model.hub import SCHEME
 from holdfast.spec.data import Data, Source
 from holdfast.spec.errors import AccessDeniedError, DataError, MissingError
+from holdfast.store import in_bucket
 from holdfast.store.payload import check_key, check_prefix
 
 HASH_THREADS = 8
@@ -77,8 +78,8 @@ def missing_sources(data: Data) -> list[str]:
 
 def _resolve(source: Source, field: str) -> ResolvedSource:
     source = _both_files(source)
-    if source.uri.startswith("s3://"):
-        files, lineage = _s3(source, field), _Origin("s3")
+    if in_bucket(source.uri):
+        files, lineage = _bucket(source, field), _Origin("s3")
     elif source.uri.startswith("dvc:"):
         files, lineage = _dvc(source, field)
     elif source.uri.startswith(DATASETS):
@@ -182,11 +183,12 @@ def _digested(name: str, path: Path, source: Source) -> SourceFile:
     )
 
 
-def _s3(source: Source, field: str) -> list[SourceFile]:
+def _bucket(source: Source, field: str) -> list[SourceFile]:
     parts = urlsplit(source.uri, allow_fragments=False)
-    bucket, pattern = f"s3://{parts.netloc}", source.uri.removeprefix(f"s3://{parts.netloc}").lstrip("/")
+    bucket = f"{parts.scheme}://{parts.netloc}"
+    pattern = source.uri.removeprefix(bucket).lstrip("/")
     if not parts.netloc:
-        raise DataError(f"{field}: {source.uri!r} names no bucket; write s3://bucket/prefix")
+        raise DataError(f"{field}: {source.uri!r} names no bucket; write {parts.scheme}://bucket/prefix")
     magic = MAGIC.search(pattern)
     matches = re.compile(fnmatch.translate(pattern)).match
     files = []

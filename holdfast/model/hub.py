@@ -18,7 +18,7 @@ from blake3 import blake3
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec import Spec
 from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, StoreUnreachableError
-from holdfast.store import open_store
+from holdfast.store import in_bucket, open_store
 
 SCHEME = "hf://"
 _PLACE = re.compile(r"hf://([\w.-]+/[\w.-]+)(?:@(refs/(?:convert|pr)/[\w.-]+|[\w.-]+))?(?:/(.+))?")
@@ -239,7 +239,7 @@ def weights_digest(location: str | None, field: str = "model.init_from") -> str:
         return ""
     if is_hub(location):
         lines = hub_digests(location, is_weight_file)
-    elif location.startswith("s3://"):
+    elif in_bucket(location):
         objects = [info for info in open_store(location).list("") if is_weight_file(info.key)]
         lines = [f"{info.key} {info.size} {info.version}" for info in objects]
     else:

@@ -155,9 +155,10 @@ def open_weights(location: str, cache_dir: Path) -> Weights:
 
     if is_hub(location):
         return read_hugging_face(hub_folder(location, ["*.safetensors", "*.json"]))
-    if not location.startswith("s3://"):
+    from holdfast.store import in_bucket, local_folder, open_store
+
+    if not in_bucket(location):
         return read_hugging_face(Path(location.removeprefix("file://")).expanduser())
-    from holdfast.store import local_folder, open_store
 
     def wanted(name: str) -> bool:
         return name.endswith((".safetensors", ".json")) and "/" not in name

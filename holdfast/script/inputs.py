@@ -24,7 +24,7 @@ from holdfast.spec.errors import DataError, HoldfastError, MissingError, Problem
 from holdfast.spec.json_parsing import parse_json
 from holdfast.spec.script import ScriptInput
 from holdfast.store.json_reading import read_file_bounded
-from holdfast.store.open import local_folder, open_store
+from holdfast.store.open import in_bucket, local_folder, open_store
 from holdfast.store.payload import check_key
 
 MAX_FILES = 1_000_000  # of one input
@@ -118,7 +118,7 @@ def fetch_input(name: str, uri: str, digest: str, cache: Path | None = None) -> 
 
 def _absolute(uri: str, folder: Path) -> str:
     """The URI, with an absolute path if it is one."""
-    if uri.startswith("s3://") or is_hub(uri):
+    if in_bucket(uri) or is_hub(uri):
         return uri
     path = Path(uri.removeprefix("file://")).expanduser()
     return os.path.normpath((folder / path).absolute())
@@ -128,7 +128,7 @@ def _list(uri: str) -> _InputListing:
     """The files of an input. Raises MissingError if there are none."""
     if is_hub(uri):
         listing = _list_hub(uri)
-    elif uri.startswith("s3://"):
+    elif in_bucket(uri):
         listing = _InputListing(uri, tuple(_list_bucket(uri)))
     else:
         listing = _InputListing(uri, tuple(_list_local(Path(uri))))
@@ -168,12 +168,13 @@ def _digest(path: Path) -> str:
 
 def _bucket(uri: str) -> tuple[str, str]:
     """The bucket's URL, and the key or prefix."""
-    bucket, _, key = uri.removeprefix("s3://").partition("/")
+    scheme, _, rest = uri.partition("://")
+    bucket, _, key = rest.partition("/")
     try:
         check_key(key.rstrip("/"))
     except ValueError as error:
-        raise DataError(f"{uri}: {error}; write s3://bucket/key, or s3://bucket/prefix") from None
-    return f"s3://{bucket}", key.rstrip("/")
+        raise DataError(f"{uri}: {error}; write {scheme}://bucket/key, or {scheme}://bucket/prefix") from None
+    return f"{scheme}://{bucket}", key.rstrip("/")
 
 
 def _list_bucket(uri: str) -> Iterator[_InputFile]:
@@ -229,7 +230,7 @@ def _place(listing: _InputListing, folder: Path) -> Path:
             if damaged := _damaged(listing, path):
                 raise DataError(f"{uri}: {damaged[0].name} has other bytes than the Hub lists; run again later")
         return path
-    if not uri.startswith("s3://"):
+    if not in_bucket(uri):
         return Path(uri)
     url, key = _bucket(uri)
     store = open_store(url)

@@ -13,23 +13,32 @@ from holdfast.store.interface import ObjectInfo, Store
 from holdfast.store.payload import check_key
 
 
-def open_store(url: str, *, deadline: float = 60.0) -> Store:
-    """The store at file:///path or s3://bucket/prefix. Nothing is read or written yet.
+BUCKETS = ("s3", "gs", "az")
 
-    `deadline`: seconds that one request may take, all retries included; a large object is many requests. S3's endpoint,
-    region and credentials come the usual AWS way (AWS_ENDPOINT_URL, AWS_REGION, AWS_PROFILE, ...). Raises SpecError for
-    a URL that names no store.
+
+def in_bucket(url: str) -> bool:
+    """Whether a URL names objects in a bucket."""
+    return url.startswith(tuple(f"{scheme}://" for scheme in BUCKETS))
+
+
+def open_store(url: str, *, deadline: float = 60.0) -> Store:
+    """The store at file:///path, s3://bucket/prefix, gs://bucket/prefix (Google Cloud Storage) or az://container/prefix
+    (Azure Blob Storage). Nothing is read or written yet.
+
+    `deadline`: seconds that one request may take, all retries included; a large object is many requests. Endpoint,
+    region, account and credentials come the usual way of each (AWS_ENDPOINT_URL, GOOGLE_APPLICATION_CREDENTIALS,
+    AZURE_STORAGE_ACCOUNT_NAME, ...). Raises SpecError for a URL that names no store.
     """
     parts = urlsplit(url)
     problem = None
-    if parts.scheme not in ("file", "s3"):
-        problem = ("is neither file:// nor s3://", "write file:///path or s3://bucket/prefix")
+    if parts.scheme not in ("file", *BUCKETS):
+        problem = ("is neither file:// nor a bucket", "write file:///path, s3://, gs:// or az://bucket/prefix")
     elif "@" in parts.netloc or parts.query or parts.fragment:
         problem = ("carries credentials, a query or a fragment", "remove them; credentials come from the environment")
     elif parts.scheme == "file" and (parts.netloc or not parts.path.startswith("/")):
         problem = ("is not an absolute path", "write file:///path, with three slashes")
-    elif parts.scheme == "s3" and not parts.netloc:
-        problem = ("names no bucket", "write s3://bucket/prefix")
+    elif parts.scheme != "file" and not parts.netloc:
+        problem = ("names no bucket", f"write {parts.scheme}://bucket/prefix")
     if problem is not None:
         location = f"{parts.scheme}://(hidden)" if "@" in url or parts.query else url
         raise SpecError([Problem("store", location, *problem)], "store")
@@ -37,6 +46,10 @@ def open_store(url: str, *, deadline: float = 60.0) -> Store:
         from holdfast.store.file import FileStore
 
         return FileStore(Path(unquote(parts.path)), deadline=deadline)
+    if parts.scheme != "s3":
+        from holdfast.store.cloud import CloudStore
+
+        return CloudStore(parts.scheme, parts.netloc, unquote(parts.path), deadline=deadline)
     from holdfast.store.s3.store import S3Store
 
     return S3Store(parts.netloc, unquote(parts.path), deadline=deadline)

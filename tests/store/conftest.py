@@ -3,15 +3,48 @@
 from __future__ import annotations
 
 import os
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from holdfast.pipelines.chaos.proxy import FaultyProxy
 from holdfast.store import Store, open_store, parallel
 from holdfast.store.s3 import errors
+from tests.store.azurite import ACCOUNT, KEY, PROGRAM, azurite, create_container
 
 DEADLINE = 60.0  # an attempt waits a third of it
+NEEDS_AZURITE = [
+    pytest.mark.drill,
+    pytest.mark.skipif(PROGRAM is None, reason="needs azurite-blob, Azure's server for tests (npm install azurite)"),
+]
+
+
+@pytest.fixture(scope="session")
+def azurite_server() -> Iterator[str]:
+    """The account of a real server of Azure Blob Storage, one per test process."""
+    with azurite() as address:
+        yield address
+
+
+@pytest.fixture
+def az_url(azurite_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The root of an empty store in a fresh container."""
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", ACCOUNT)
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", KEY)
+    monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", azurite_server)
+    container = f"test-{uuid.uuid4().hex}"
+    create_container(azurite_server, container)
+    return f"az://{container}/some/prefix"
+
+
+@pytest.fixture(params=["file", "s3", pytest.param("az", marks=NEEDS_AZURITE)])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The root of an empty store: the contract is checked in a folder, over S3, and (drill) over Azure Blob Storage."""
+    if request.param == "file":
+        return f"file://{tmp_path / 'store'}"
+    return str(request.getfixturevalue(f"{request.param}_url"))
 
 
 @pytest.fixture

@@ -334,7 +334,7 @@ def test_local_path_is_the_file_or_nothing(store: Store) -> None:
     assert store.local_path("k") is None
     store.put("k", b"1")
     path = store.local_path("k")
-    assert path is None if store.url.startswith("s3:") else path is not None and path.read_bytes() == b"1"
+    assert path is None if not store.url.startswith("file:") else path is not None and path.read_bytes() == b"1"
 
 
 def test_several_objects_are_removed_and_those_that_are_not_there_are_fine(store: Store) -> None:

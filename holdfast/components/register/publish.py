@@ -131,7 +131,7 @@ def publish(
     DataError."""
     record = require_intact(store, export, expected)
     folder = export.rstrip("/")
-    if store.url.startswith("s3://") or not registry_uri(uri).startswith("http"):
+    if store.url.startswith(("s3://", "gs://")) or not registry_uri(uri).startswith("http"):
         if not _is_described(store, export):
             _describe(store, export, record, describe)
         return f"{store.url}/{folder}"

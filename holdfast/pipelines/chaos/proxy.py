@@ -290,7 +290,8 @@ class FaultyProxy:
             disable_nagle_algorithm = True
 
             def handle_any(self) -> None:
-                headers = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
+                # Some clients write names in small letters.
+                headers = {name.title(): value for name, value in self.headers.items() if name.lower() != "expect"}
                 left = int(self.headers.get("Content-Length") or 0)
 
                 def receive(size: int) -> bytes:

@@ -110,9 +110,10 @@ def _check_step_evaluation(spec: Spec) -> Iterator[Problem]:
 
 def check_store(spec: Spec) -> Iterator[Problem]:
     """The store has a supported scheme."""
-    if spec.store is not None and not re.match(r"file:///|s3://[^/]", spec.store):
+    if spec.store is not None and not re.match(r"file:///|(s3|gs|az)://[^/]", spec.store):
         location = "(hidden)" if carries_secret(spec.store) else spec.store
-        yield Problem("store", location, "is neither file:/// nor s3://", "use file:///path or s3://bucket/prefix")
+        remedy = "use file:///path, s3://bucket/prefix, gs://bucket/prefix or az://container/prefix"
+        yield Problem("store", location, "is neither file:/// nor a bucket", remedy)
 
 
 def check_serving(spec: Spec) -> Iterator[Problem]:
