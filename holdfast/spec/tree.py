@@ -38,8 +38,8 @@ class Spec(Section):
     )
     store: str | None = runtime_field(
         None,
-        "Root of the store: file:///path, s3://, gs:// or az://bucket/prefix. Default: HOLDFAST_STORE, or else a folder in "
-        "HOLDFAST_HOME.",
+        "Root of the store: file:///path, s3://, gs:// or az://bucket/prefix. Default: HOLDFAST_STORE, or else a "
+        "folder in HOLDFAST_HOME.",
     )
     data: Data = Field(
         default_factory=NoData,

@@ -1,4 +1,5 @@
-"""The store: named objects, immutable by convention, over a folder or a bucket of S3, Google or Azure, behind one small interface.
+"""The store: named objects, immutable by convention, over a folder or a bucket of S3, Google or Azure, behind one small
+interface.
 
 Code above it does not know which one it uses. `layout` defines the keys.
 """

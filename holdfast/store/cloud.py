@@ -1,7 +1,7 @@
 """The store in a bucket of Google Cloud Storage (gs://) or a container of Azure Blob Storage (az://).
 
 `obstore` speaks both protocols, renews credentials and repeats requests. This class adds what the interface of the
-store promises beyond that: conditional writes whose lost replies count, whole objects, bounds, and errors with a remedy.
+store promises beyond that: conditional writes whose lost replies count, whole objects, bounds, errors with a remedy.
 
 Credentials come the usual way of each cloud: GOOGLE_APPLICATION_CREDENTIALS or the metadata server;
 AZURE_STORAGE_ACCOUNT_NAME with a key, a SAS token, a workload identity or a managed identity.
@@ -281,9 +281,7 @@ class CloudStore:
         result = self._request(
             name,
             key,
-            lambda: obstore.put(
-                self._store, key, content, mode=condition, attributes=attributes, use_multipart=False
-            ),
+            lambda: obstore.put(self._store, key, content, mode=condition, attributes=attributes, use_multipart=False),
         )
         return self._version(result)
 
@@ -294,9 +292,7 @@ class CloudStore:
                 raise too_short(key, size, start, 0)
             return
         offsets = range(0, target.nbytes, parts.PART_BYTES)
-        in_parallel(
-            lambda at: self._fill_part(key, start + at, target[at : at + parts.PART_BYTES], version), offsets
-        )
+        in_parallel(lambda at: self._fill_part(key, start + at, target[at : at + parts.PART_BYTES], version), offsets)
 
     def _fill_part(self, key: str, start: int, target: memoryview, version: str | None) -> None:
         def read() -> None:

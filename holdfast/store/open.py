@@ -12,7 +12,6 @@ from holdfast.spec.errors import DataError, Problem, SpecError
 from holdfast.store.interface import ObjectInfo, Store
 from holdfast.store.payload import check_key
 
-
 BUCKETS = ("s3", "gs", "az")
 
 

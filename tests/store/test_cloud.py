@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -112,7 +113,12 @@ def test_a_wrong_key_is_named_and_not_shown(az_url: str, monkeypatch: pytest.Mon
 @of_azurite
 def test_a_server_that_ignores_conditions_is_refused(az_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     put = cloud.obstore.put
-    monkeypatch.setattr(cloud.obstore, "put", lambda *values, mode, **more: put(*values, **more))
+
+    def put_always(*values: Any, mode: object, **more: Any) -> Any:
+        assert mode == "create"
+        return put(*values, **more)
+
+    monkeypatch.setattr(cloud.obstore, "put", put_always)
     monkeypatch.setattr(cloud, "_checked", set())
     store = open_store(az_url)
     with pytest.raises(StoreRefusedError, match="ignores conditional writes"):
