@@ -57,7 +57,7 @@ def refuse(proxy: FaultyProxy, key: str, status: int, code: str, times: int | No
 def test_credentials_that_are_replaced_are_read_again_by_every_operation(
     file: Path, s3_url: str, proxy: FaultyProxy, status: int, code: str, operations: int
 ) -> None:
-    store = open_store(s3_url, deadline=10)
+    store = open_store(s3_url, deadline=60)
     store.put("k", b"0")
     every = (
         lambda: store.put("k", b"1"),
@@ -79,7 +79,7 @@ def test_credentials_that_are_replaced_are_read_again_by_every_operation(
 def test_threads_that_are_refused_together_make_one_new_client(
     file: Path, s3_url: str, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = open_store(s3_url, deadline=10)
+    store = open_store(s3_url, deadline=60)
     store.put("k", b"0")
     connections: list[int] = []
     connect = requests._connect
