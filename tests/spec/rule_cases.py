@@ -147,7 +147,7 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
     ("repo", {"data.sources.0.repo": "../data"}, "data.sources.0.repo", "../data", "dvc:corpus/*.txt"),
     ("revision", {"data.sources.0.revision": "v1"}, "data.sources.0.revision", "v1", "dvc:corpus/*.txt"),
     ("weights", {"data.sources": [{"uri": "a", "weight": 1}, {"uri": "b"}]}, "data.sources.1.weight", None, "every"),
-    ("store", {"store": "gs://bucket"}, "store", "gs://bucket", "s3://bucket/prefix"),
+    ("store", {"store": "http://bucket"}, "store", "http://bucket", "az://container/prefix"),
     ("relative store", {"store": "file://here"}, "store", "file://here", "file:///path"),
     ("no bucket", {"store": "s3://"}, "store", "s3://", "s3://bucket/prefix"),
     ("password", {"store": "s3://key:hunter2@bucket"}, "store", "(hidden)", "environment"),

@@ -28,9 +28,9 @@ def test_a_store_shows_its_root(url: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("url", "remedy"),
     [
-        ("", "s3://bucket/prefix"),
-        ("/a/b", "s3://bucket/prefix"),
-        ("gs://bucket", "s3://bucket/prefix"),
+        ("", "az://bucket/prefix"),
+        ("/a/b", "az://bucket/prefix"),
+        ("http://bucket", "az://bucket/prefix"),
         ("file://a/b", "three slashes"),
         ("file:a", "three slashes"),
         ("s3://", "s3://bucket/prefix"),
