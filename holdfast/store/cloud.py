@@ -43,7 +43,7 @@ from holdfast.store.payload import (
 
 WRITER = "holdfast_writer"  # metadata of conditional writes; Azure wants an identifier
 WHOLE_PUT_BYTES = 8 * 2**20  # larger objects are written in parts
-PARTS_AT_ONCE = 4
+CONCURRENT_PARTS = 4
 CONNECT_SECONDS = 10
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between requests that failed
 WRITES = ("put", "put_if_absent", "put_stream", "probe")
@@ -265,7 +265,7 @@ class CloudStore:
                     _kept(content(), failures),
                     use_multipart=True,
                     chunk_size=max(parts.PART_BYTES, -(-size // parts.MOST_PARTS)),
-                    max_concurrency=PARTS_AT_ONCE,
+                    max_concurrency=CONCURRENT_PARTS,
                 )
             except Exception:
                 if failures:  # what makes the bytes failed, and no part of them shows
@@ -403,7 +403,7 @@ def _is_conflict(failure: BaseException) -> bool:
 
 
 def _kept(content: Iterator[memoryview], failures: list[BaseException]) -> Iterator[memoryview]:
-    """The content, with what fails in making it in `failures`: obstore would replace the error by one of its own."""
+    """The content, with what fails in making it in `failures`: obstore would raise another error."""
     try:
         yield from content
     except BaseException as failure:
