@@ -54,7 +54,7 @@ def _mirror(spec: Spec, made: Comparison, store: Store) -> None:
     sweep = SweepRun(
         sweep_id=made.sweep_id,
         name=made.name,
-        runs=[*(row.run_id for row in made.rows), *(trial.run_id for trial in (*made.failed, *made.stopped))],
+        runs=[each.run_id for trials in (made.rows, made.failed, made.stopped) for each in trials],
         tags={
             "holdfast.dataset_id": made.dataset_id,
             "holdfast.best_run_id": best.run_id,
