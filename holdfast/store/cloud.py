@@ -44,7 +44,10 @@ from holdfast.store.payload import (
 WRITER = "holdfast_writer"  # metadata of conditional writes; Azure wants an identifier
 WHOLE_PUT_BYTES = 8 * 2**20  # larger objects are written in parts
 CONCURRENT_PARTS = 4
+PAGE_KEYS = 1000  # of a listing, in memory
 CONNECT_SECONDS = 10
+FREE_BYTES = 4 * 2**20  # bodies up to this size get no more time than a request without one
+LEAST_RATE = 2**18  # bytes per second of a larger body, at least
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between requests that failed
 WRITES = ("put", "put_if_absent", "put_stream", "probe")
 ENDPOINTS = {"gs": ("GOOGLE_BASE_URL",), "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")}
@@ -64,19 +67,8 @@ class CloudStore:
         self.scheme, self.bucket, self._deadline = scheme, bucket, deadline
         self.prefix = f"{check_key(prefix.strip('/'))}/" if prefix.strip("/") else ""
         self._address = next((found for name in ENDPOINTS[scheme] if (found := os.environ.get(name))), "")
-        options: dict[str, Any] = {
-            "client_options": {
-                "timeout": timedelta(seconds=deadline / 3),  # so that an answer which is lost can be asked for again
-                "connect_timeout": timedelta(seconds=min(deadline / 3, CONNECT_SECONDS)),
-                "allow_http": self._address.startswith("http://"),
-            },
-            "retry_config": {"retry_timeout": timedelta(seconds=deadline / 3)},
-        }
-        make = GCSStore if scheme == "gs" else AzureStore
-        try:
-            self._store: Any = make(bucket, prefix=self.prefix.rstrip("/") or None, **options)
-        except exceptions.BaseError as error:
-            raise StoreRefusedError(f"{self.url}: {_text(error)}; check the variables of the credentials") from None
+        self._clients: dict[int, Any] = {}
+        self._store = self._client()
 
     @property
     def url(self) -> str:
@@ -171,23 +163,36 @@ class CloudStore:
         """All objects whose key begins with `prefix` and comes after `after`, in the order of their keys. Azure cannot
         begin after a key: it lists all of the folder."""
         folder = check_prefix(prefix).rpartition("/")[0]
-        pages = self._request(
-            "list", prefix, lambda: obstore.list(self._store, folder or None, offset=after or None, chunk_size=1000)
-        )
-        while page := self._request("list", prefix, lambda: next(pages, None)):
+        pages: Any = None
+
+        def next_page() -> Any:
+            nonlocal pages
+            if pages is None:
+                pages = obstore.list(self._store, folder or None, offset=after or None, chunk_size=PAGE_KEYS)
+            try:
+                return next(pages, None)
+            except Exception:
+                pages = None  # after a failure it would end early: another one begins after the last key
+                raise
+
+        while page := self._request("list", prefix, next_page):
             for meta in page:
-                if meta["path"].startswith(prefix) and meta["path"] > after:
-                    yield self._info(meta)
-                elif meta["path"] > prefix and not meta["path"].startswith(prefix):
+                key = meta["path"]
+                if key.startswith(prefix):
+                    if key > after and not key.startswith("."):
+                        yield self._info(meta)
+                elif key > prefix:
                     return
+            after = max(after, page[-1]["path"])
 
     def folders(self, prefix: str) -> Iterator[str]:
         """The names of the folders whose path begins with `prefix`, in order."""
         folder = check_prefix(prefix).rpartition("/")[0]
         found = self._request("folders", prefix, lambda: obstore.list_with_delimiter(self._store, folder or None))
         for path in sorted(found["common_prefixes"]):
-            if path.startswith(prefix):
-                yield path.rstrip("/").rpartition("/")[2]
+            name = path.rstrip("/").rpartition("/")[2]
+            if path.startswith(prefix) and not name.startswith("."):
+                yield name
 
     def delete(self, key: str) -> None:
         """Remove an object; a missing one is fine."""
@@ -251,37 +256,65 @@ class CloudStore:
 
     # Requests
 
+    def _client(self, size: int = 0) -> Any:
+        """The client for requests with a body of at most `size` bytes. It gives a larger body more time, at the least
+        rate; its library has one limit for all requests of a client."""
+        doublings = (size // FREE_BYTES).bit_length()
+        if doublings not in self._clients:
+            seconds = self._deadline / 3  # so that an answer which is lost can be asked for again
+            more = (FREE_BYTES << doublings) / LEAST_RATE if doublings else 0.0
+            options: dict[str, Any] = {
+                "client_options": {
+                    "timeout": timedelta(seconds=seconds + more),
+                    "connect_timeout": timedelta(seconds=min(seconds, CONNECT_SECONDS)),
+                    "allow_http": self._address.startswith("http://"),
+                },
+                "retry_config": {"retry_timeout": timedelta(seconds=seconds)},
+            }
+            make = GCSStore if self.scheme == "gs" else AzureStore
+            try:
+                self._clients[doublings] = make(self.bucket, prefix=self.prefix.rstrip("/") or None, **options)
+            except exceptions.BaseError as error:
+                raise StoreRefusedError(f"{self.url}: {_text(error)}; check the variables of the credentials") from None
+        return self._clients[doublings]
+
     def _write(self, name: str, key: str, size: int, content: Callable[[], Iterator[memoryview]]) -> None:
         if size <= WHOLE_PUT_BYTES:
             self._put_whole(name, key, list(content()), "overwrite")
             return
 
+        failures: list[BaseException] = []
+
+        part_bytes = max(parts.PART_BYTES, -(-size // parts.MOST_PARTS))
+        client = self._client(part_bytes)
+
         def write() -> None:
-            failures: list[BaseException] = []
             try:
                 obstore.put(
-                    self._store,
+                    client,
                     key,
                     _kept(content(), failures),
                     use_multipart=True,
-                    chunk_size=max(parts.PART_BYTES, -(-size // parts.MOST_PARTS)),
+                    chunk_size=part_bytes,
                     max_concurrency=CONCURRENT_PARTS,
                 )
             except Exception:
-                if failures:  # what makes the bytes failed, and no part of them shows
-                    raise failures[0] from None
-                raise
+                if not failures:
+                    raise
 
         self._request(name, key, write)
+        if failures:  # what makes the bytes failed, and no part of them shows
+            raise failures[0]
 
     def _put_whole(self, name: str, key: str, pieces: Pieces, condition: Any, writer: str = "") -> str:
         """Write an object in one request. Returns its version. Raises ConflictError if the condition does not hold."""
         content = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         attributes: Any = {WRITER: writer} if writer else None
+        client = self._client(len(content))
         result = self._request(
             name,
             key,
-            lambda: obstore.put(self._store, key, content, mode=condition, attributes=attributes, use_multipart=False),
+            lambda: obstore.put(client, key, content, mode=condition, attributes=attributes, use_multipart=False),
         )
         return self._version(result)
 
@@ -295,12 +328,14 @@ class CloudStore:
         in_parallel(lambda at: self._fill_part(key, start + at, target[at : at + parts.PART_BYTES], version), offsets)
 
     def _fill_part(self, key: str, start: int, target: memoryview, version: str | None) -> None:
+        client = self._client(target.nbytes)
+
         def read() -> None:
             options: Any = {"range": (start, start + target.nbytes)}
             if version:
                 options["if_match"] = version
             try:
-                data = memoryview(obstore.get(self._store, key, options=options).bytes())
+                data = memoryview(obstore.get(client, key, options=options).bytes())
             except exceptions.GenericError:
                 if (size := obstore.head(self._store, key)["size"]) <= start:  # no server has a range beyond the end
                     raise too_short(key, size, start, target.nbytes) from None
@@ -344,7 +379,8 @@ class CloudStore:
         return str(version).strip('"')  # Azure's listings have no quotation marks
 
     def _info(self, meta: Meta) -> ObjectInfo:
-        return ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp(), self._version(meta))
+        """The description of an object. Its version is the entity tag: Google's listings have no generation."""
+        return ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp(), str(meta["e_tag"]).strip('"'))
 
     def _require_conditions(self) -> None:
         """Refuse a server that ignores conditions, on which two attempts could both own a run. The clouds hold them;
@@ -406,6 +442,8 @@ def _kept(content: Iterator[memoryview], failures: list[BaseException]) -> Itera
     """The content, with what fails in making it in `failures`: obstore would raise another error."""
     try:
         yield from content
+    except GeneratorExit:  # a request failed, and nothing reads the rest
+        raise
     except BaseException as failure:
         failures.append(failure)
         raise

@@ -13,6 +13,7 @@ from holdfast.pipelines.chaos.proxy import FaultyProxy
 from holdfast.store import Store, open_store, parallel
 from holdfast.store.s3 import errors
 from tests.store.azurite import ACCOUNT, KEY, PROGRAM, azurite, create_container
+from tests.store.google import GoogleServer, google_server
 
 DEADLINE = 60.0  # an attempt waits a third of it
 NEEDS_AZURITE = [
@@ -39,9 +40,26 @@ def az_url(azurite_server: str, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"az://{container}/some/prefix"
 
 
-@pytest.fixture(params=["file", "s3", pytest.param("az", marks=NEEDS_AZURITE)])
+@pytest.fixture
+def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[GoogleServer]:
+    """An empty server of Google Cloud Storage, in memory. The environment names it."""
+    with google_server() as server:
+        monkeypatch.setenv("GOOGLE_BASE_URL", server.address)
+        monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", server.credentials)
+        yield server
+
+
+@pytest.fixture
+def gs_url(google: GoogleServer) -> str:
+    """The root of an empty store on it."""
+    assert google.address
+    return "gs://bucket/some/prefix"
+
+
+@pytest.fixture(params=["file", "s3", "gs", pytest.param("az", marks=NEEDS_AZURITE)])
 def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The root of an empty store: the contract is checked in a folder, over S3, and (drill) over Azure Blob Storage."""
+    """The root of an empty store: the contract is checked in a folder, over S3, over a model of Google Cloud
+    Storage, and (drill) over Azure Blob Storage."""
     if request.param == "file":
         return f"file://{tmp_path / 'store'}"
     return str(request.getfixturevalue(f"{request.param}_url"))

@@ -1,10 +1,11 @@
 """What the stores of other clouds add to their library: lost replies count, half an object never shows, a server that
-ignores conditions is refused. The server is Azurite, Azure's own for tests."""
+ignores conditions is refused. The servers are Azurite, Azure's own for tests, and a model of Google's in memory."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from holdfast.store import ConflictError, Store, cloud, in_bucket, open_store, p
 from holdfast.store.cloud import CloudStore
 from tests.script.launched import ask_to_leave, digest_of_run, run_script
 from tests.store.conftest import NEEDS_AZURITE
+from tests.store.google import GoogleServer
 
 
 def of_azurite(test: object) -> object:
@@ -159,3 +161,67 @@ def test_addresses_of_three_clouds_are_buckets(monkeypatch: pytest.MonkeyPatch) 
     assert isinstance(store, CloudStore)
     assert store.url == "gs://bucket/some/prefix"
     assert [in_bucket(url) for url in ("s3://b", "gs://b", "az://b", "file:///b", "b")] == [True] * 3 + [False] * 2
+
+
+def outage(matches: Callable[[str, dict[str, str]], bool], seconds: float, status: int) -> Callable[..., int]:
+    """A fault of requests that match: `status` for `seconds` after the first of them."""
+    began: list[float] = []
+
+    def fault(method: str, _key: str, query: dict[str, str]) -> int:
+        if not matches(method, query):
+            return 0
+        began[:] = began or [time.monotonic()]
+        return status if time.monotonic() - began[0] < seconds else 0
+
+    return fault
+
+
+def test_a_listing_that_failed_in_between_loses_no_key(gs_url: str, google: GoogleServer) -> None:
+    store = open_store(gs_url, deadline=3)
+    names = [f"k/{number}" for number in range(10)]
+    for name in names:
+        store.put(name, b"")
+    google.faults.append(outage(lambda _, query: "continuation-token" in query, 1.5, 503))
+    assert [info.key for info in store.list("k/")] == names
+
+
+def test_a_large_write_whose_connection_broke_is_repeated(
+    gs_url: str, google: GoogleServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parallel, "PART_BYTES", 5 * 2**20)
+    store = open_store(gs_url, deadline=3)
+    content = bytes(100 * 2**20)
+    google.faults.append(outage(lambda method, query: method == "PUT" and "partNumber" in query, 1.5, -1))
+    store.put("large", content)
+    info = store.stat("large")
+    assert info is not None
+    assert info.size == len(content)
+
+
+def test_a_file_that_is_gone_is_not_taken_for_a_missing_bucket(gs_url: str, tmp_path: Path) -> None:
+    def content() -> Iterator[bytes]:
+        yield bytes(2**20)
+        yield (tmp_path / "gone").read_bytes()
+
+    with pytest.raises(FileNotFoundError):
+        open_store(gs_url).put_stream("k", 20 * 2**20, content)
+
+
+def test_a_large_body_has_more_time_than_a_small_one(
+    gs_url: str, google: GoogleServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cloud, "FREE_BYTES", 1000)
+    monkeypatch.setattr(cloud, "LEAST_RATE", 1000)
+    store = open_store(gs_url, deadline=1.5)
+    slow = [0.8]
+
+    def fault(method: str, _key: str, _query: dict[str, str]) -> int:
+        if method == "PUT" and slow:
+            time.sleep(slow.pop())
+        return 0
+
+    google.faults.append(fault)
+    store.put("k", bytes(2000))
+    assert not slow
+    assert sum(key.endswith("/k") for key in google.objects) == 1
+    assert google.generation == 1001  # it was not sent again
