@@ -76,6 +76,9 @@ def test_a_stream_of_another_program_is_bounded() -> None:
         ("CUDA_VISIBLE_DEVICES", False),  # of the accelerators here
         ("HOLDFAST_LAUNCHER", False),
         ("AWS_CONFIG_FILE", False),  # a path of this machine
+        ("AZURE_STORAGE_ACCOUNT_KEY", True),
+        ("GOOGLE_SERVICE_ACCOUNT_KEY", True),
+        ("GOOGLE_APPLICATION_CREDENTIALS", False),
     ],
 )
 def test_ranks_get_what_they_need_of_the_environment(name: str, passed: bool) -> None:

@@ -131,3 +131,14 @@ class stopped_when:  # noqa: N801 - reads as a statement
 
     def __exit__(self, *_: object) -> None:
         self._thread.join()
+
+
+def test_a_machine_that_has_answered_gets_signs_of_life_while_others_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr(launching, "CONNECT_SECONDS", 1.0)
+    beaten = []
+    monkeypatch.setattr(launching._Node, "beat", lambda node: beaten.append(node.host.name))
+    assert run(tmp_path, job("0", "0"), "silent", "good").code == ExitCode.RENDEZVOUS_TIMEOUT
+    assert "good" in beaten

@@ -51,11 +51,14 @@ SSH_FAILED = 255  # ssh's own exit code
 OPTIONS = ("-T", "-o", "BatchMode=yes", "-o", "ConnectTimeout=20", "-o", "ServerAliveInterval=15")
 NODE = "holdfast.launch.ssh.node"
 # Of this machine's environment, what the ranks need there. The rest belongs to this machine.
-_PASSED = re.compile(r"(AWS|HF|NCCL|GLOO|TORCH|PYTORCH|OTEL|HOLDFAST)_\w+|(https?|no)_proxy", re.IGNORECASE)
+_PASSED = re.compile(
+    r"(AWS|GOOGLE|AZURE|HF|NCCL|GLOO|TORCH|PYTORCH|OTEL|HOLDFAST)_\w+|(https?|no)_proxy", re.IGNORECASE
+)
 _OF_THIS_MACHINE = frozenset(
     """
     HOLDFAST_HOSTS HOLDFAST_SSH HOLDFAST_LAUNCHER HOLDFAST_BACKEND HOLDFAST_PARENT HOLDFAST_EVENTS HOLDFAST_OUTCOMES
     HOLDFAST_EXIT_REPORT HOLDFAST_RANK_EXITS AWS_CONFIG_FILE AWS_SHARED_CREDENTIALS_FILE
+    GOOGLE_APPLICATION_CREDENTIALS AZURE_FEDERATED_TOKEN_FILE AZURE_CONFIG_DIR
     """.split()
 )
 
@@ -134,7 +137,7 @@ class SshLauncher:
             try:
                 for node in tried:
                     while not node.has_answered(HEARTBEAT_SECONDS) and time.monotonic() < deadline:
-                        for each in nodes:  # they wait for their job
+                        for each in (*nodes, *tried):  # those that have answered wait for their job
                             each.beat()
                     if node.is_ready():
                         nodes.append(node)
