@@ -74,6 +74,8 @@ class SearchRunner(Runner):
             self._fail(code, one.execution.name)
             return
         super()._end(one, code)
+        if code == ExitCode.OK and self._ended.get(node.name) is False:
+            self._fail(ExitCode.UNEXPECTED, one.execution.name)  # it has no result, and so no score
         if self._code == ExitCode.OK and node.trial and (score := self._score(node, code)) is not None:
             self._log.add_score(score)
             self._give_trials()

@@ -17,7 +17,7 @@ from holdfast.checkpoint.lineage import newest_step
 from holdfast.components.compare import compare
 from holdfast.components.compare.step import row_of
 from holdfast.corpus import identify
-from holdfast.pipelines.backends.interface import SUCCEEDED, RunStatus
+from holdfast.pipelines.backends.interface import SUCCEEDED, RunStatus, is_step
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
 from holdfast.pipelines.search_runner import OF_THE_TRIAL
@@ -139,9 +139,9 @@ class SubmittedSearch:
 
 def _failure(decision: LogEntry, status: RunStatus) -> LogEntry | None:
     """The score of a trial that failed because of its values; None for any other end."""
-    if status.exit_code not in OF_THE_TRIAL:
-        return None
     failed = next((step.name for step in status.steps if step.exit_code), "train")
+    if status.exit_code not in OF_THE_TRIAL or not any(is_step(step, failed) for step in ("train", "evaluate")):
+        return None
     return LogEntry(
         kind="score",
         trial=decision.trial,

@@ -18,6 +18,7 @@ from holdfast.spec.errors import Problem, require_package
 
 MAX_TRIALS = 64
 MAX_SEARCHED = 1000  # trials of tpe and asha, which are no nodes of a compiled DAG
+MOST_BYTES = 100_000  # of all trials as text; Linux takes 131,071 in one argument
 MAX_CORNERS = 256  # combinations of values that are checked before a search whose trials are not known yet
 SHARED = ("data", "name", "store", "registration", "evaluation", "cluster")  # equal in all trials
 Trials = tuple[tuple[str, ...], ...]
@@ -46,7 +47,11 @@ def grid(spec: Spec, over: Sequence[str]) -> Trials:
 
 
 def require_comparable(spec: Spec, over: Sequence[str] | Search) -> None:
-    """Refuse a sweep over a script whose trials cannot be ranked. Raises SpecError."""
+    """Refuse a sweep whose trials cannot be ranked: those that pause, and those of a script without a metric. Raises
+    SpecError."""
+    if spec.training.pause_at is not None:
+        problem = Problem("training.pause_at", spec.training.pause_at, "gives no trial a verdict", "remove it")
+        raise SpecError([problem], "sweep")
     if spec.train.script is None:
         return
     if isinstance(over, Search) and over.method != "random":
@@ -57,7 +62,7 @@ def require_comparable(spec: Spec, over: Sequence[str] | Search) -> None:
 
 
 def _require_searchable(field: str) -> None:
-    if field.split(".", maxsplit=1)[0] in SHARED:
+    if field.split(".", maxsplit=1)[0] in SHARED or field == "training.pause_at":
         _refuse(field, "is the same for all trials of a sweep", "sweep over fields of model and training")
 
 
@@ -101,6 +106,9 @@ def plan_trials(spec: Spec, over: Sequence[str] | Search) -> tuple[Trials, Searc
         checked = random_trials(over)
         if len(checked) < over.trials:
             _refuse(str(over.trials), f"is more than the values give: {len(checked)}", "give fewer", "--trials")
+    if (size := over.trials * max(len(text_of((trial,))) for trial in checked)) > MOST_BYTES:
+        message = f"take {size} bytes in an argument of the steps, and {MOST_BYTES} is the most"
+        _refuse(str(over.trials), message, "give fewer trials, or search fewer fields", "--trials")
     _require_distinct(spec, checked, " ".join(over.over))
     return (checked, None) if over.method == "random" else ((), over)
 

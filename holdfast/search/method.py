@@ -54,9 +54,10 @@ class Search:
             rung *= self.reduction
         return (*budgets, WHOLE)
 
-    def identity(self, base_run: str) -> str:
-        """The id of the search over the spec whose run is `base_run`."""
-        return digest(["search", base_run, asdict(self)])
+    def identity(self, base_run: str, settings: str) -> str:
+        """The id of the search over the spec whose run is `base_run`. `settings`: a digest of how its trials are
+        evaluated, as the scores of its log depend on them."""
+        return digest(["search", base_run, settings, asdict(self)])
 
 
 def random_trials(search: Search) -> tuple[tuple[str, ...], ...]:

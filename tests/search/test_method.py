@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.pipelines.trials import plan_trials
+from holdfast.pipelines.trials import plan_trials, require_comparable
+from holdfast.scoring import settings_key
 from holdfast.search.log import WHOLE, LogEntry, pending
 from holdfast.search.method import Search, next_decision, promotable, random_trials
 from holdfast.search.space import axes_of
@@ -16,6 +17,7 @@ from holdfast.spec import SpecError, parse_spec
 
 RATE = "training.optimizer.learning_rate"
 RANGE = f"{RATE}=1e-5..1e-1 log"
+PREFIX, FIELDS = "training.optimizer", ("learning_rate", "weight_decay", "epsilon")
 SPEC = parse_spec("{name: a, data: {sources: [{uri: x}]}, training: {steps: 90}}")
 Loss = Callable[[LogEntry], float | None]
 
@@ -98,6 +100,8 @@ def test_a_search_without_untried_values_ends() -> None:
         ({"over": (f"{RATE}=a..b",)}, "is no range of numbers"),
         ({"over": (RANGE, RANGE)}, "is given twice"),
         ({"over": ("data.seed=1..5",)}, "is the same for all trials"),
+        ({"over": ("training.pause_at=1..5",)}, "is the same for all trials"),
+        ({"over": tuple(f"{PREFIX}.{name}=1e-5..1e-1 log" for name in FIELDS), "trials": 1000}, "in an argument"),
         ({"over": (f"{RATE}=-1.0..1.0",)}, "--over"),  # a rate below 0
         ({"over": ("training.optimizer.no=1..50",)}, "training.optimizer.no"),
         ({"over": ("training.seed=1..3",), "method": "random"}, "more than the values give: 3"),
@@ -121,6 +125,24 @@ def test_asha_refuses_checkpoints_that_cannot_be_measured() -> None:
         more = ["evaluation.every_steps=10"] if "evaluation" in change else []
         with pytest.raises(SpecError, match=r"--search|model\.init_from"):
             plan_trials(SPEC.with_overrides([change, *more]), Search("asha", (RANGE,), 9))
+
+
+def test_a_sweep_over_runs_that_pause_is_refused() -> None:
+    with pytest.raises(SpecError, match="gives no trial a verdict"):
+        require_comparable(SPEC.with_overrides(["training.pause_at=4"]), ("training.seed=1,2",))
+
+
+def test_a_pause_that_may_not_be_reached_is_refused() -> None:
+    changes = ["training.pause_at=4", "evaluation.every_steps=2", "evaluation.stop_after=1"]
+    with pytest.raises(SpecError, match=r"may not be reached with evaluation\.stop_after"):
+        SPEC.with_overrides(changes)
+
+
+def test_the_scores_of_one_evaluation_are_not_those_of_another() -> None:
+    other = SPEC.with_overrides(["evaluation.max_tokens=100"])
+    search = Search("asha", (RANGE,), 9)
+    ids = {search.identity("run", settings_key(spec)) for spec in (SPEC, other, SPEC)}
+    assert len(ids) == 2
 
 
 def test_random_trials_are_those_of_a_sweep_on_any_backend() -> None:

@@ -159,6 +159,13 @@ def test_only_a_failure_of_the_values_is_recorded(tmp_path: Path) -> None:
     assert ("3", "4") not in steps.trainings
 
 
+def test_a_training_without_a_result_gets_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, result = open_store(tmp_path.as_uri()), Handle.result
+    monkeypatch.setattr(Handle, "result", lambda handle: {} if handle.execution.name == "train-2" else result(handle))
+    assert run(store, Steps()) == ExitCode.UNEXPECTED
+    assert read_log(store, ID)[-1].kind == "decision"
+
+
 def test_a_log_with_a_gap_is_refused(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
     assert run(store, Steps()) == 0

@@ -39,6 +39,7 @@ class Cluster:
     dataset_id: str
     kill_at: int = -1  # the number of the submission after which the controller is gone
     codes: dict[str, int] = field(default_factory=dict)  # of trials, by their overrides
+    failing: str = "train"  # the step that ends with such a code
     word: str = "blessed"
     unreachable: int = 0  # queries without an answer
     created: list[RunRequest] = field(default_factory=list)
@@ -62,7 +63,7 @@ class Cluster:
         code = self.codes.get(str(wanted.spec.training.optimizer.learning_rate), 0)
         if code:
             self.states[run] = FAILED
-            steps = (StepStatus("train", FAILED, exit_code=code),)
+            steps = (StepStatus(self.failing, FAILED, exit_code=code),)
             return RunStatus("slurm", run, "", FAILED, message="loss is NaN", steps=steps, exit_code=code)
         self._train(wanted)
         self.states[run] = SUCCEEDED
@@ -125,7 +126,8 @@ def test_a_controller_that_is_killed_after_any_submission_trains_nothing_twice(c
     assert last is None and calm.created[-1].run_id == calm.created[-1].key, "the best one is an ordinary run"
     comparison = read_comparison(calm.store, case.wanted.run_id)
     assert comparison is not None and comparison.best.run_id == calm.created[-1].run_id
-    assert case.wanted.run_id == SEARCH.identity(run_id(case.wanted.spec, case.dataset_id))
+    base = run_id(case.wanted.spec, case.dataset_id)
+    assert case.wanted.run_id == SEARCH.identity(base, settings_key(case.wanted.spec))
     for number in range(len(calm.created)):
         cluster = case.cluster(f"kill-{number}")
         cluster.kill_at = number
@@ -161,6 +163,16 @@ def test_only_a_failure_of_the_values_ends_a_trial_alone(case: Case) -> None:
     assert case.run(failing).exit_code == ExitCode.TRIALS_FAILED
     (failed,) = (entry for entry in case.log(failing) if entry.exit_code)
     assert (failed.failed_step, failed.reason, failed.loss) == ("train", "loss is NaN", None)
+
+
+def test_a_failure_before_the_training_is_not_one_of_the_values(case: Case) -> None:
+    reference = case.cluster("prepared")
+    case.run(reference)
+    rate = str(reference.created[0].spec.training.optimizer.learning_rate)
+    cluster = case.cluster("unprepared")
+    cluster.codes[rate], cluster.failing = int(ExitCode.BAD_DATA), "preprocess"
+    assert case.run(cluster).exit_code == ExitCode.BAD_DATA
+    assert [entry.kind for entry in case.log(cluster)] == ["decision"]
 
 
 def test_no_blessed_trial_registers_nothing_and_an_unreachable_cluster_is_queried_again(case: Case) -> None:

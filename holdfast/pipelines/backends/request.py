@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from holdfast.pipelines.trials import Trials
+from holdfast.scoring import settings_key
 from holdfast.scoring.comparison import sweep_id, sweep_name, trials_of
 from holdfast.search.method import Search
 from holdfast.spec import Spec, SpecError, dump_spec, run_id
@@ -116,7 +117,7 @@ def identify_request(request: RunRequest, *, shared_folders: bool = False, share
         else:
             identity = run_id(spec, dataset_id, request.salt, first_weights_digest(spec))
         if request.search is not None:
-            identity = request.search.identity(identity)
+            identity = request.search.identity(identity, settings_key(spec))
     except (HoldfastError, OSError) as error:
         unread = str(error)
     return replace(request, run_id=identity, unread=unread)

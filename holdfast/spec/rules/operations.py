@@ -48,11 +48,16 @@ def check_own_metrics(spec: Spec) -> Iterator[Problem]:
 
 
 def check_pause(spec: Spec) -> Iterator[Problem]:
-    """A pause has a held-out loss."""
-    refused = {"data.kind: prompts": spec.data.kind == "prompts", "training.lora": spec.training.lora.rank is not None}
-    for what, given in refused.items():
+    """A pause has a held-out loss, and its launch reaches it."""
+    without_loss = "has no held-out loss with {}"
+    refused = {
+        "data.kind: prompts": (spec.data.kind == "prompts", without_loss),
+        "training.lora": (spec.training.lora.rank is not None, without_loss),
+        "evaluation.stop_after": (spec.evaluation.stop_after is not None, "may not be reached with {}"),
+    }
+    for what, (given, text) in refused.items():
         if spec.training.pauses and given:
-            message = f"has no held-out loss with {what}"
+            message = text.format(what)
             yield Problem("training.pause_at", spec.training.pause_at, message, "remove one of them")
 
 

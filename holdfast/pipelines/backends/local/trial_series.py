@@ -34,6 +34,7 @@ from holdfast.pipelines.view.comparison import print_comparison
 from holdfast.pipelines.view.terminal import Board, SafeConsole
 from holdfast.runtime.environment import log_dir, make_folder
 from holdfast.runtime.temporary import temporary_folder
+from holdfast.scoring import settings_key
 from holdfast.scoring.comparison import Comparison, read_comparison, sweep_id, trials_of
 from holdfast.spec import ExitCode
 from holdfast.steps.outcomes import EXIT_HANDLER, KILLED, Outcome, read_outcomes
@@ -53,7 +54,7 @@ def run_sweep(request: RunRequest, console: Console | None = None) -> tuple[RunS
     if request.search is None:
         identity = sweep_id([run for *_, run in trials_of(base.spec, request.trials, base.dataset_id, base.salt)])
     else:
-        identity = request.search.identity(base.run_id)
+        identity = request.search.identity(base.run_id, settings_key(base.spec))
     count = len(request.trials) if request.search is None else request.search.trials
     request = replace(request, spec=base.spec, store=base.store_url, run_id=identity)
     if (finished_comparison := _finished(base, identity)) is not None:
