@@ -11,7 +11,7 @@ import typer
 from holdfast import api
 from holdfast.api.run_handle import replayable_spec
 from holdfast.pipelines.cli.options import AsJson, Overrides, RunName, StoreRoot, open_chosen, out, print_json
-from holdfast.spec.errors import ExitCode, HoldfastError
+from holdfast.spec.errors import DataError, ExitCode, MissingError, SpecError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -195,7 +195,8 @@ def _sampled(
         recent = (entry for entry in all_runs(opened_store) if entry.changed >= since and entry.checkpoints)
         specs = {}
         for entry in recent:
-            with suppress(ValueError, HoldfastError):  # of another version, or a script of another machine
+            # Of another version, or a script of another machine.
+            with suppress(ValueError, SpecError, DataError, MissingError):
                 specs[entry.run_id] = replayable_spec(opened_store, entry)
     with steps_done(quiet=as_json) as progress:
         result = audit(opened_store, specs, sample, randbits(32) if seed is None else seed, longest, progress)

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.corpus import prepare
+from holdfast.pipelines.cli import audit
 from holdfast.spec import parse_spec, run_id
-from holdfast.spec.errors import ExitCode, MissingError
+from holdfast.spec.errors import ExitCode, MissingError, StoreUnreachableError
 from holdfast.store import layout, open_store
 from tests.checkpoint.tools.test_first_divergence import write
 from tests.pipelines.cli.test_runs import holdfast
@@ -64,3 +65,15 @@ def test_audit_batch_prints_the_rows_of_a_step_with_files_and_text(tmp_path: Pat
 def test_replay_takes_steps_without_a_sample() -> None:
     with pytest.raises(MissingError, match="has no runs yet"):
         holdfast("audit", "replay", "nope", "--steps", "1-2")
+
+
+def test_a_sample_of_a_store_that_does_not_answer_is_no_empty_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreachable(*_: object) -> None:
+        raise StoreUnreachableError("no answer")
+
+    write(open_store(f"file://{tmp_path}/store"), "one", [3])
+    monkeypatch.setattr(audit, "replayable_spec", unreachable)
+    with pytest.raises(StoreUnreachableError, match="no answer"):
+        holdfast("audit", "replay", "--sample", "1")
