@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NoReturn
+
+import pytest
 
 from holdfast.checkpoint.lineage import newest_step
+from holdfast.components.train import __main__ as entry
 from holdfast.components.train.step import _has_same_end, train_until
 from holdfast.engines.assignment import Assignment
 from holdfast.launch.launches import claim_launch
 from holdfast.scoring.evaluations import find_scores
+from holdfast.spec import Spec
 from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
 
@@ -42,3 +47,19 @@ def test_a_launch_with_another_end_is_not_adopted(tmp_path: Path) -> None:
     assert _has_same_end(store, number, paused)
     assert not _has_same_end(store, number, whole)
     assert not _has_same_end(store, number, whole.paused(4, spec.evaluation))
+
+
+def test_a_pause_at_the_last_step_is_not_recorded_as_part_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses = []
+
+    def train(spec: Spec, *_: object, **__: object) -> NoReturn:
+        pauses.append(spec.training.pause_at)
+        raise InterruptedError
+
+    monkeypatch.setattr(entry, "run", train)
+    spec, store = tiny_spec(*SHORT, "training.pause_at=6"), new_store(tmp_path / "store")
+    with pytest.raises(InterruptedError):
+        entry.body(spec, store.url, dataset_id=DATASET_ID, salt="", replan=False)
+    assert pauses == [None]

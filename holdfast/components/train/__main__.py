@@ -21,8 +21,11 @@ def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool) -> S
     store = open_store(url)
     if spec.train.script is not None:
         return _script(spec, dataset_id, store, salt, replan)
-    if spec.training.pauses:
-        return _paused(spec, store, dataset_id, salt, replan)
+    until = spec.training.pause_at if spec.training.pauses else None
+    if spec.training.pause_at is not None:  # of this launch, and not of the run
+        spec = spec.with_overrides(["training.pause_at=null"])
+    if until is not None:
+        return _paused(spec, store, dataset_id, until, salt, replan)
     result = run(spec, dataset_id, store, salt, replan=replan)
     lineage = {"run_id": result.run_id, "dataset_id": dataset_id, "checkpoint": result.checkpoint}
     figures = {name: getattr(result, name) for name in ("step", "tokens", "parameters", "attempts")}
@@ -34,8 +37,7 @@ def body(spec: Spec, url: str, *, dataset_id: str, salt: str, replan: bool) -> S
     return StepResult(result.model_dump(mode="json"), shown)
 
 
-def _paused(spec: Spec, store: Store, dataset_id: str, salt: str, replan: bool) -> StepResult:
-    until, spec = spec.training.pause_at or 0, spec.with_overrides(["training.pause_at=null"])
+def _paused(spec: Spec, store: Store, dataset_id: str, until: int, salt: str, replan: bool) -> StepResult:
     scores = run_until(spec, dataset_id, store, salt, until=until, replan=replan)
     identity = run_id(spec, dataset_id, salt, first_weights_digest(spec))
     shown = {
