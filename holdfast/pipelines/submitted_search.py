@@ -112,7 +112,7 @@ class SubmittedSearch:
         return _Trial(*next(trials_of(self._request.spec, [changes], self._dataset_id, self._request.salt)))
 
     def _run(self, request: RunRequest, words: str) -> RunStatus:
-        """Submit a run, or find it, and wait until it has ended. An unreachable backend is asked again."""
+        """Submit a run, or find it, and wait until it has ended. An unreachable backend is queried again."""
         status = self._submit(request)
         self._report(f"{words}: runs as {status.id}")
         while status.unfinished:

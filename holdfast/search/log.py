@@ -93,6 +93,7 @@ class SearchLog:
 
     def add(self, entry: LogEntry) -> bool:
         """Write the next entry. If another controller was faster, read its entries instead and return False."""
+        entry = LogEntry.model_validate_json(entry.model_dump_json())  # as readers get it: NaN is None
         if created := append(self._store, self.id, len(self.entries), entry):
             self.entries.append(entry)
         else:

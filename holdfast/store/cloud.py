@@ -261,7 +261,7 @@ class CloudStore:
         rate; its library has one limit for all requests of a client."""
         doublings = (size // FREE_BYTES).bit_length()
         if doublings not in self._clients:
-            seconds = self._deadline / 3  # so that an answer which is lost can be asked for again
+            seconds = self._deadline / 3  # so that a lost reply leaves time for another request
             more = (FREE_BYTES << doublings) / LEAST_RATE if doublings else 0.0
             options: dict[str, Any] = {
                 "client_options": {

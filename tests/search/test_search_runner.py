@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -164,6 +165,15 @@ def test_a_training_without_a_result_gets_no_score(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Handle, "result", lambda handle: {} if handle.execution.name == "train-2" else result(handle))
     assert run(store, Steps()) == ExitCode.UNEXPECTED
     assert read_log(store, ID)[-1].kind == "decision"
+
+
+def test_the_controller_decides_by_what_the_log_has_and_not_by_what_it_measured(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    log = search_log.SearchLog(store, ID)
+    measured = LogEntry(kind="score", trial=1, until=2).model_copy(update={"loss": math.nan})
+    assert log.add(measured)
+    assert log.entries == read_log(store, ID)
+    assert log.entries[0].loss is None
 
 
 def test_a_log_with_a_gap_is_refused(tmp_path: Path) -> None:
