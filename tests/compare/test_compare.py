@@ -19,7 +19,7 @@ SPEC = parse_spec("{name: a, data: {sources: [{uri: x}]}}")
 TRIALS = [["training.seed=1"], ["training.seed=2"], ["training.seed=3"]]
 
 
-def judged(store: Store, trial: list[str], loss: float, word: str) -> str:
+def judged(store: Store, trial: list[str], loss: float | str, word: str) -> str:
     """Write the records of a trial. Returns its run id."""
     spec = parse_spec("{name: a, data: {sources: [{uri: x}]}}", trial)
     run = run_id(spec, "d")
@@ -38,6 +38,15 @@ def test_the_best_trial_is_the_blessed_one_with_the_lowest_loss_in_any_order(tmp
     assert (comparison.best.changes, comparison.best.word) == (("training.seed=3",), "blessed")
     assert read_comparison(store, comparison.sweep_id) == comparison == compare(SPEC, "d", TRIALS[::-1], store)
     assert comparison.markdown.count("\n") == 5
+
+
+def test_a_trial_without_a_finite_loss_is_last(tmp_path: Path) -> None:
+    store = open_store(tmp_path.as_uri())
+    runs = [judged(store, *judgment, "not_blessed") for judgment in zip(TRIALS, ("NaN", 3.0, 2.0), strict=True)]
+    comparison = compare(SPEC, "d", TRIALS, store)
+    assert [row.run_id for row in comparison.rows] == [runs[2], runs[1], runs[0]]
+    assert comparison.rows[-1].loss is None
+    assert read_comparison(store, comparison.sweep_id) == comparison
 
 
 @pytest.mark.parametrize(("higher", "best"), [(True, "2"), (False, "1")])

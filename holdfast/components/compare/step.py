@@ -128,14 +128,13 @@ def row_of(changes: tuple[str, ...], trial: Spec, identity: str, store: Store) -
         return None
     if trial.train.script is not None:
         metric = trial.evaluation.metrics[0].label
-        value = float(verdict["metrics"][f"metric.{metric}"])
         return Row(
             changes=changes,
             run_id=identity,
             step=result["step"],
             training_loss=result["loss"],
             metric=metric,
-            value=value if math.isfinite(value) else None,
+            value=_finite(verdict["metrics"][f"metric.{metric}"]),
             word=verdict["word"],
             state_digest=result["state_digest"],
         )
@@ -144,11 +143,16 @@ def row_of(changes: tuple[str, ...], trial: Spec, identity: str, store: Store) -
         run_id=identity,
         step=result["step"],
         training_loss=result["loss"],
-        loss=verdict["metrics"]["loss"],
-        perplexity=verdict["metrics"]["perplexity"],
+        loss=_finite(verdict["metrics"]["loss"]),
+        perplexity=_finite(verdict["metrics"]["perplexity"]),
         word=verdict["word"],
         state_digest=result["state_digest"],
     )
+
+
+def _finite(value: float | str) -> float | None:
+    """A number of a verdict, which has NaN and infinity as text; None for these."""
+    return number if math.isfinite(number := float(value)) else None
 
 
 def _failed(changes: tuple[str, ...], identity: str, step: str, part: str, outcomes: Sequence[Outcome]) -> FailedTrial:
