@@ -10,6 +10,7 @@ AZURE_STORAGE_ACCOUNT_NAME with a key, a SAS token, a workload identity or a man
 from __future__ import annotations
 
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -21,7 +22,7 @@ from obstore import exceptions
 from obstore.store import AzureStore, GCSStore
 
 from holdfast.runtime import retry
-from holdfast.runtime.secrets import redact
+from holdfast.runtime.secrets import HIDDEN, redact
 from holdfast.spec.errors import AccessDeniedError, MissingError, StoreRefusedError, StoreUnreachableError
 from holdfast.store import parallel as parts
 from holdfast.store.durable import Content, Stream, whole_file
@@ -51,6 +52,8 @@ LEAST_RATE = 2**18  # bytes per second of a larger body, at least
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0  # seconds between requests that failed
 WRITES = ("put", "put_if_absent", "put_stream", "probe")
 ENDPOINTS = {"gs": ("GOOGLE_BASE_URL",), "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT")}
+
+_BYTES = re.compile(r"\[\d+(?:, \d+)+\]")
 
 Result = TypeVar("Result")
 Meta = Mapping[str, Any]
@@ -450,5 +453,7 @@ def _kept(content: Iterator[memoryview], failures: list[BaseException]) -> Itera
 
 
 def _text(error: BaseException) -> str:
-    """The first line of an error of obstore, without its Debug form."""
-    return redact(str(error).partition("\n\n")[0].strip().replace("\n", " "))[:500]
+    """The first line of an error of obstore, without its Debug form, and without bytes: a private key whose lines are
+    wrong is in the error as a list of numbers."""
+    line = _BYTES.sub(HIDDEN, str(error).partition("\n\n")[0].strip().replace("\n", " "))
+    return redact(line)[:500]

@@ -101,7 +101,10 @@ def google_server() -> Iterator[GoogleServer]:
             tag = f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
             if self.headers.get("If-Match") not in (None, tag):
                 return self.reply(412)
-            status, headers = 200, {"ETag": tag, "x_goog_generation": str(generation), "Last_Modified": formatdate(1.5e9)}
+            status, headers = (
+                200,
+                {"ETag": tag, "x_goog_generation": str(generation), "Last_Modified": formatdate(1.5e9)},
+            )
             if wanted := re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or ""):
                 start, size = int(wanted[1]), len(content)
                 content = content[start : int(wanted[2]) + 1]

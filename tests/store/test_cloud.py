@@ -3,6 +3,7 @@ ignores conditions is refused. The servers are Azurite, Azure's own for tests, a
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -153,6 +154,14 @@ def test_a_run_that_is_stopped_resumes_with_the_bits_of_a_calm_one(az_url: str) 
 def test_an_address_without_a_bucket_is_refused(url: str, problem: str) -> None:
     with pytest.raises(SpecError, match=problem):
         open_store(url)
+
+
+def test_a_private_key_without_its_lines_is_refused_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    key = {"private_key": "-----BEGIN PRIVATE KEY-----SECRET", "private_key_id": "1", "client_email": "me"}
+    monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT_KEY", json.dumps(key))
+    with pytest.raises(StoreRefusedError, match="check the variables of the credentials") as error:
+        open_store("gs://bucket")
+    assert "83, 69, 67" not in str(error.value)
 
 
 def test_addresses_of_three_clouds_are_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
