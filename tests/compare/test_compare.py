@@ -42,7 +42,8 @@ def test_the_best_trial_is_the_blessed_one_with_the_lowest_loss_in_any_order(tmp
 
 def test_a_trial_without_a_finite_loss_is_last(tmp_path: Path) -> None:
     store = open_store(tmp_path.as_uri())
-    runs = [judged(store, *judgment, "not_blessed") for judgment in zip(TRIALS, ("NaN", 3.0, 2.0), strict=True)]
+    losses: tuple[float | str, ...] = ("NaN", 3.0, 2.0)
+    runs = [judged(store, trial, loss, "not_blessed") for trial, loss in zip(TRIALS, losses, strict=True)]
     comparison = compare(SPEC, "d", TRIALS, store)
     assert [row.run_id for row in comparison.rows] == [runs[2], runs[1], runs[0]]
     assert comparison.rows[-1].loss is None

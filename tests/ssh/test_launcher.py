@@ -138,7 +138,7 @@ def test_a_machine_that_has_answered_gets_signs_of_life_while_others_do_not(
 ) -> None:
     monkeypatch.setattr(launching, "HEARTBEAT_SECONDS", 0.2)
     monkeypatch.setattr(launching, "CONNECT_SECONDS", 1.0)
-    beaten = []
+    beaten: list[str] = []
     monkeypatch.setattr(launching._Node, "beat", lambda node: beaten.append(node.host.name))
     assert run(tmp_path, job("0", "0"), "silent", "good").code == ExitCode.RENDEZVOUS_TIMEOUT
     assert "good" in beaten

@@ -52,7 +52,7 @@ def test_a_launch_with_another_end_is_not_adopted(tmp_path: Path) -> None:
 def test_a_pause_at_the_last_step_is_not_recorded_as_part_of_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pauses = []
+    pauses: list[int | None] = []
 
     def train(spec: Spec, *_: object, **__: object) -> NoReturn:
         pauses.append(spec.training.pause_at)
