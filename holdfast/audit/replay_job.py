@@ -73,9 +73,11 @@ def replay_steps(
     *,
     anyway: bool = False,
     progress: Callable[[int, int], None] = lambda *_: None,
+    losses: Path | None = None,
 ) -> ReplayResult:
     """Compute the steps `first` to `last` of a run of `spec` again, on this machine, from the checkpoint before them.
-    `progress` receives the number of finished steps and of all steps. Call it from the main thread.
+    `progress` receives the number of finished steps and of all steps. `losses` is a folder where the ranks write the
+    token losses of the step `last` (see `token_losses`). Call it from the main thread.
 
     Raises:
 
@@ -107,6 +109,8 @@ def replay_steps(
         if not anyway:
             plan.write_text(segment.plan.model_dump_json())
             command += ["--plan", str(plan)]
+        if losses is not None:
+            command += ["--losses", str(losses)]
         job = _job(spec, run_id, launch, ranks, command, recorded)
         with _watched(results, last - start, progress), closing(LocalLauncher(folder)) as launcher:
             ending = launcher.run(job)

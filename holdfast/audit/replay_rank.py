@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from holdfast.audit.rank_arguments import replay_parser
+from holdfast.audit.token_losses import TokenLosses
 from holdfast.checkpoint import open_checkpoint
 from holdfast.checkpoint.reader import require_state
 from holdfast.code.resolve import enter_code
@@ -44,6 +45,7 @@ from holdfast.rank.worker import speaks
 from holdfast.runtime.environment import cache_dir
 from holdfast.runtime.exits import exit_code_of
 from holdfast.runtime.logs import configure_logging
+from holdfast.script.replay import Replay
 from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.functions import require_functions
 from holdfast.spec.plan import Plan
@@ -54,18 +56,16 @@ def replay(
     store: Store,
     run_id: str,
     launch: int,
-    start: int,
-    last: int,
-    plan: Plan | None,
-    results: Path,
-    state_digest: str = "",
+    steps: Replay,
+    losses: Path | None = None,
 ) -> None:
-    """Compute the steps above `start` up to `last` as `launch` did, and write a row for each into `results`.
+    """Compute the steps as `launch` did, and write a row for each. Write the token losses of the last step
+    into the folder `losses`, if given, whose objective is the next-token loss.
 
-    It starts from the checkpoint at `start` (0: from the first state). Raises PlanChangedError if this machine computes
-    differently from `plan`, if given. Raises DataError if the checkpoint at `start` does not have `state_digest`, if
-    given.
+    Raises PlanChangedError if this machine computes differently from the plan of `steps`, and DataError if the
+    checkpoint at its start does not have its state digest.
     """
+    start, last = steps.start, steps.last
     assignment = Assignment.recorded(read_launch(store, run_id, launch).assignment, f"launch {launch} of run {run_id}")
     spec = assignment.model_copy(update={"checkpoint": assignment.checkpoint.model_copy(update={"digest_every": 1})})
     make_deterministic(spec.training.determinism, spec.parallel.threads)
@@ -76,9 +76,10 @@ def replay(
     leave.join()
     here = plan_of(spec, device)
     require_one_plan(gang.all_gather(here, Plan), spec.training.determinism)
-    if plan is not None:
-        require_recorded_plan(plan, here)
-    with closing(build_engine(spec, dataset.vocabulary, dataset.separator)) as engine:
+    if steps.plan is not None:
+        require_recorded_plan(steps.plan, here)
+    token_losses = None if losses is None else TokenLosses()
+    with closing(build_engine(spec, dataset.vocabulary, dataset.separator, token_losses)) as engine:
         first = cache(lambda: first_state(spec, dataset.vocabulary, store))
         for box in engine.frozen():
             first().fill([box])
@@ -92,7 +93,7 @@ def replay(
                     checkpoint = open_checkpoint(store, run_id, step)
                     reading.enter_context(checkpoint.marked())
                     if step == start:
-                        require_state(checkpoint.manifest, state_digest)
+                        require_state(checkpoint.manifest, steps.state_digest)
                     checkpoint.fill(boxes := engine.boxes())
                     require_left_out_taken(checkpoint.tensors, boxes)
                     scalars = checkpoint.manifest.scalars
@@ -110,10 +111,12 @@ def replay(
         fed = BatchDigest(gang, speaks=speaks(spec, gang))
         training, rows = batches(spec, dataset, gang)
         nothing = _NoCheckpoints()
-        with results.open("a", encoding="utf-8") as file, Prefetcher(training, rows, start, stop=last) as ahead:
+        with steps.results.open("a", encoding="utf-8") as file, Prefetcher(training, rows, start, stop=last) as ahead:
             rows_of = _Recorder(file if gang.rank == 0 else None, fed, BatchSizes.of(spec.training), spec.model.context)
             session = RankSession(spec, gang, engine, nothing, nothing, anomalies, [rows_of], leave, None, evaluation)
             train(session, fed.record(ahead), start)
+        if token_losses is not None and losses is not None:
+            token_losses.write(losses, spec, gang, training.sizes.size(last - 1))
 
 
 class _NoCheckpoints:
@@ -173,6 +176,7 @@ def main() -> None:
     parser = replay_parser(__doc__)
     parser.add_argument("--code")
     parser.add_argument("--functions", default="")
+    parser.add_argument("--losses", type=Path)
     options = parser.parse_args()
     die_with_parent()
     record = RankRecord()
@@ -181,12 +185,13 @@ def main() -> None:
     def body() -> None:
         plan = None if options.plan is None else Plan.model_validate_json(options.plan.read_bytes())
         with noticing_lost_peers():
-            store, steps = open_store(options.root), (options.from_step, options.to_step)
+            store = open_store(options.root)
             source = f"launch {options.launch} of run {options.of}"
             assignment = Assignment.recorded(read_launch(store, options.of, options.launch).assignment, source)
             require_functions(assignment, options.functions, source)
             enter_code(store, options.code)
-            replay(store, options.of, options.launch, *steps, plan, options.results, options.state_digest)
+            steps = Replay(options.from_step, options.to_step, options.results, options.state_digest, plan)
+            replay(store, options.of, options.launch, steps, options.losses)
 
     record.exit(exit_code_of(body))
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from holdfast.checkpoint import TensorBox
 from holdfast.engines.assignment import Assignment
 from holdfast.model.decoder import Decoder
+from holdfast.objectives.interface import Objective
 
 Scalars = Mapping[str, float | int]  # of the state, saved with its tensors
 
@@ -103,12 +104,13 @@ class AnsweringEngine(Engine, Protocol):
 UPDATES = "optimizer.step"  # name of the scalar that counts applied updates
 
 
-def build_engine(spec: Assignment, vocabulary: int, end_of_text: int) -> Engine:
-    """The engine that `parallel.strategy` names. Its state is undefined until `restored`."""
+def build_engine(spec: Assignment, vocabulary: int, end_of_text: int, objective: Objective | None = None) -> Engine:
+    """The engine that `parallel.strategy` names. Its state is undefined until `restored`. Without `objective`, it
+    minimizes that of `spec`."""
     if spec.parallel.engine == "deepspeed":
         from holdfast.engines.deepspeed.engine import DeepSpeedEngine
 
-        return DeepSpeedEngine(spec, vocabulary, end_of_text)
+        return DeepSpeedEngine(spec, vocabulary, end_of_text, objective)
     from holdfast.engines.torch.engine import TorchEngine
 
-    return TorchEngine(spec, vocabulary, end_of_text)
+    return TorchEngine(spec, vocabulary, end_of_text, objective)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
@@ -67,7 +68,7 @@ def batches(spec: Assignment, dataset: Dataset, gang: Gang) -> tuple[Batches, Ro
     return training, rows_of_rank(spec, gang)
 
 
-def rows_of_rank(spec: Assignment, gang: Gang) -> Rows:
+def rows_of_rank(spec: Assignment, gang: Gang) -> Callable[[int], slice | Indices]:
     """This rank's rows of a global batch, as a function of its size."""
     if spec.grid(gang.size):
         return partial(rows_in_grid, spec, gang)

@@ -329,6 +329,7 @@ def _end_early(rank: int, size: int, url: str, folder: Path) -> tuple[int, int]:
     from holdfast.rank import setup as rank_setup
     from holdfast.rank import worker
     from holdfast.rank.preemption import PreemptionSignal
+    from holdfast.script.replay import Replay
 
     join(folder, rank, size, always=False)
     store, spec = open_store(url), tiny_spec()
@@ -338,7 +339,7 @@ def _end_early(rank: int, size: int, url: str, folder: Path) -> tuple[int, int]:
         worker.work(store, identity, number, PreemptionSignal())
     replay_rank.build_engine = lambda *_: engines[1]  # type: ignore[assignment,return-value]
     with pytest.raises(RuntimeError, match="comes next"):
-        replay_rank.replay(store, identity, number, 0, 1, None, folder / "results")
+        replay_rank.replay(store, identity, number, Replay(0, 1, folder / "results"))
     return engines[0].closed, engines[1].closed
 
 

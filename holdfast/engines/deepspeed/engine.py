@@ -30,7 +30,7 @@ from holdfast.engines.torch.optimizers import parameter_groups
 from holdfast.engines.weights import MOMENTS
 from holdfast.launch.device import local_device
 from holdfast.model.decoder import Decoder
-from holdfast.objectives.interface import ObjectiveInputs, count_terms, metrics_of, weighted
+from holdfast.objectives.interface import Objective, ObjectiveInputs, count_terms, metrics_of, weighted
 from holdfast.objectives.micro_batches import micro_batches
 from holdfast.objectives.table import build_objective
 from holdfast.telemetry import phases
@@ -41,8 +41,9 @@ log = logging.getLogger("holdfast.train")
 class DeepSpeedEngine:
     """See `Engine`."""
 
-    def __init__(self, spec: Assignment, vocabulary: int, end_of_text: int) -> None:
+    def __init__(self, spec: Assignment, vocabulary: int, end_of_text: int, objective: Objective | None = None) -> None:
         self._spec = spec
+        self._objective = objective or build_objective(spec.objective, spec.training)
         self._device = local_device(spec.accelerator)
         if self._device.type == "cpu":
             os.environ["DS_ACCELERATOR"] = "cpu"
@@ -71,7 +72,6 @@ class DeepSpeedEngine:
             load_async_io(self._swap.handle)
             copy_what_is_read()
         self._end_of_text = end_of_text if spec.document_masks else None
-        self._objective = build_objective(spec.objective, spec.training)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
         self._stage = int(spec.parallel.strategy.removeprefix("zero"))
 

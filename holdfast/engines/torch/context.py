@@ -26,6 +26,12 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.layers import Attention, Mixture
 
 
+def positions_of(mesh: Mesh, rank: int, length: int) -> Tensor:
+    """The positions [T] that a rank has of sequences of `length` tokens: all without context parallelism."""
+    place, chunks = mesh.context_rank(rank), torch.arange(length).chunk(2 * mesh.context)
+    return torch.cat((chunks[place], chunks[-1 - place]))
+
+
 @dataclass(frozen=True)
 class SequenceShard:
     """This rank's part of every sequence: chunk `rank` of 2 x `ranks` from its beginning, and the same from its end."""
@@ -43,9 +49,8 @@ class SequenceShard:
         if mesh.context == 1:
             return None
         group, _ = dist.new_subgroups_by_enumeration(mesh.context_groups())
-        place = mesh.context_rank(rank)
-        chunks = torch.arange(length, device=device).chunk(2 * mesh.context)
-        return cls(place, mesh.context, torch.cat((chunks[place], chunks[-1 - place])), group, length)
+        positions = positions_of(mesh, rank, length).to(device)
+        return cls(mesh.context_rank(rank), mesh.context, positions, group, length)
 
     def of_each(self, rows_BS: Tensor) -> Tensor:
         """This rank's part of each row."""

@@ -52,7 +52,7 @@ from holdfast.launch.device import local_device
 from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import AVERAGE
 from holdfast.model.lora import FrozenLinear, add_adapters
-from holdfast.objectives.interface import count_terms, metrics_of, weighted
+from holdfast.objectives.interface import Objective, count_terms, metrics_of, weighted
 from holdfast.objectives.next_token import NextToken
 from holdfast.objectives.table import build_objective
 from holdfast.objectives.unpaired import divergence_of, mismatched
@@ -62,7 +62,7 @@ from holdfast.telemetry import phases
 class TorchEngine:
     """See `Engine`."""
 
-    def __init__(self, spec: Assignment, vocabulary: int, end_of_text: int) -> None:
+    def __init__(self, spec: Assignment, vocabulary: int, end_of_text: int, objective: Objective | None = None) -> None:
         self._spec = spec
         self._device = local_device(spec.accelerator)
         if spec.training.precision == "fp8":
@@ -78,7 +78,7 @@ class TorchEngine:
         fsdp = spec.parallel.strategy == "fsdp" and several
         # FSDP2 also averages tensor-parallel parts, stages and experts over whole replicas.
         self._sharded = fsdp or self._mesh.tensor * self._mesh.pipeline * self._mesh.expert > 1
-        self._objective = build_objective(spec.objective, spec.training)
+        self._objective = objective or build_objective(spec.objective, spec.training)
         by_document = "documents" in self._objective.needs  # then each rank of a context group has the whole sum
         self._contributes_loss = (self._mesh.counts if by_document else self._mesh.speaks)(self._rank)
         self._loss_scale = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
@@ -12,6 +12,10 @@ from holdfast import api
 from holdfast.api.run_handle import replayable_spec
 from holdfast.pipelines.cli.options import AsJson, Overrides, RunName, StoreRoot, open_chosen, out, print_json
 from holdfast.spec.errors import DataError, ExitCode, MissingError, SpecError
+
+if TYPE_CHECKING:
+    from holdfast.spec import Spec
+    from holdfast.store import Store
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -130,6 +134,9 @@ def replay(
     anyway: Annotated[
         bool, typer.Option("--anyway", help="Replay even if this machine computes differently from the run's.")
     ] = False,
+    losses: Annotated[
+        bool, typer.Option("--losses", help="Also show the loss of each document of the step, highest first.")
+    ] = False,
     store: StoreRoot = "",
     as_json: AsJson = False,
 ) -> None:
@@ -140,11 +147,16 @@ def replay(
     Ends with 0 if all figures are the same. Ends with 6 if a step differs, and names the first one. Ends with 18 if
     this machine does not match that of the run.
 
+    --losses shows what data made a spike. It takes a single step.
+
     Example: holdfast audit replay 3f2a --steps 1200-1220
+    holdfast audit replay 3f2a --steps 1207 --losses
     """
     if bool(steps) == bool(sample):
         raise typer.BadParameter("use either --steps A-B or --sample N")
     if sample:
+        if losses:
+            raise typer.BadParameter("not with --sample: name one step with --steps N", param_hint="--losses")
         if anyway:
             raise typer.BadParameter("not with --sample: a difference would prove nothing", param_hint="--anyway")
         _sampled(run, sample, seed, longest, within, store, as_json)
@@ -157,24 +169,38 @@ def replay(
     low, dash, high = steps.partition("-")
     if not (low.isdecimal() and (high.isdecimal() or not dash)):
         raise typer.BadParameter(f"{steps!r} is not A-B, such as 1200-1220", param_hint="--steps")
+    first, last = int(low), int(high or low)
+    if losses and first != last:
+        raise typer.BadParameter(f"takes one step, not {steps}: use --steps {last}", param_hint="--losses")
     opened_store = open_chosen(store)
     record = find_run(opened_store, run)
-    first, last = int(low), int(high or low)
+    spec = replayable_spec(opened_store, record)
+    if losses:
+        _with_losses(api.Run(record.run_id, store), opened_store, spec, first, anyway, as_json)
     with steps_done(quiet=as_json) as progress:
-        result = replay_steps(
-            opened_store,
-            record.run_id,
-            replayable_spec(opened_store, record),
-            first,
-            last,
-            anyway=anyway,
-            progress=progress,
-        )
+        result = replay_steps(opened_store, record.run_id, spec, first, last, anyway=anyway, progress=progress)
     if as_json:
         print_json({"equal": result.none, "replay": result})
     else:
         print_replayed(record.run_id, result)
     raise typer.Exit(int(ExitCode.OK if result.none else ExitCode.MISMATCH))
+
+
+def _with_losses(run: api.Run, opened_store: Store, spec: Spec, step: int, anyway: bool, as_json: bool) -> NoReturn:
+    from holdfast.audit.document_losses import replay_losses, require_token_losses
+    from holdfast.pipelines.view.audit import print_losses, print_replayed, steps_done
+
+    require_token_losses(spec)
+    batch = run.batch(step)
+    with steps_done(quiet=as_json) as progress:
+        result, losses = replay_losses(opened_store, run.id, spec, batch, anyway=anyway, progress=progress)
+    equal = result.none and losses.agrees
+    if as_json:
+        print_json({"equal": equal, "replay": result, "losses": losses})
+    else:
+        print_replayed(run.id, result)
+        print_losses(losses)
+    raise typer.Exit(int(ExitCode.OK if equal else ExitCode.MISMATCH))
 
 
 def _sampled(

@@ -17,12 +17,14 @@ from holdfast.pipelines.view.report import WIDE
 from holdfast.pipelines.view.terminal import SafeConsole
 
 if TYPE_CHECKING:
+    from holdfast.audit.document_losses import StepLosses
     from holdfast.audit.replay_job import ReplayResult
     from holdfast.audit.sampling import Audit
     from holdfast.checkpoint.tools import Divergence
     from holdfast.corpus.batch import Batch, Passage
 
 SHOWN_FIELDS = 12  # differing fields of the specs; --json has all
+SHOWN_DOCUMENTS = 20  # with the highest loss; --json has all
 
 
 def print_batch(run_id: str, found: Batch, text: bool) -> None:
@@ -96,6 +98,39 @@ def print_replayed(run_id: str, found: ReplayResult) -> None:
         console.print(
             f"  {difference.name}: {difference.recorded!r} recorded, {difference.computed!r} here", highlight=False
         )
+
+
+def print_losses(found: StepLosses) -> None:
+    """Print the documents of a step with the highest loss, and whether all of them make up the recorded loss."""
+    console = _console()
+    if found.note:
+        console.print(f"[yellow]note:[/yellow] {escape(found.note)}", highlight=False)
+    table = Table(box=None, pad_edge=False)
+    for name in ("loss", "tokens", "share", "row"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("in the row", no_wrap=True)
+    table.add_column("source", overflow="fold")
+    table.add_column("text", overflow="fold")
+    for document in found.documents[:SHOWN_DOCUMENTS]:
+        table.add_row(
+            "not finite" if document.loss is None else f"{document.loss:.4f}",
+            f"{document.counted:,}",
+            "" if document.share is None else f"{document.share:.1%}",
+            str(document.row),
+            f"{document.tokens[0]}-{document.tokens[1]}",
+            escape(document.where or document.source),
+            escape(" ".join(document.text.split())),
+        )
+    console.print(table)
+    if len(found.documents) > SHOWN_DOCUMENTS:
+        console.print(f"and {len(found.documents) - SHOWN_DOCUMENTS:,} more documents: --json has them all")
+    loss, recorded = ("not finite" if value is None else f"{value!r}" for value in (found.loss, found.recorded))
+    comparison = "the same within 1e-6" if found.agrees else "[red]not the same within 1e-6[/red]"
+    console.print(
+        f"step {found.step:,}: the mean of the documents' losses, weighted by their {found.counted:,} tokens, is "
+        f"{loss}; the record has {recorded}, which was added in fp32: {comparison}",
+        highlight=False,
+    )
 
 
 def print_audit(found: Audit) -> None:
