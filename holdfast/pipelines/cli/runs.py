@@ -123,8 +123,11 @@ def runs(
 
     opened_store = open_chosen(store)
     count = (0 if as_json else RUNS_SHOWN) if limit is None else limit
+    excluded = ""
     if where or sort:
-        found = select_runs(all_runs(opened_store), where, sort)
+        stored = all_runs(opened_store)
+        found = select_runs(stored, where, sort)
+        excluded = where if stored else ""
         records = found[: count or None]
         hidden_count = len(found) - len(records)
     else:
@@ -132,7 +135,7 @@ def runs(
     if as_json:
         print_json([record.as_json() for record in records])
     else:
-        print_runs(records, opened_store.url)
+        print_runs(records, opened_store.url, excluded)
     note_unreadable(records)
     if hidden_count:
         err(f"note: {hidden_count} more runs are not shown; --limit 0 lists all")

@@ -76,9 +76,13 @@ def _when(event: Event) -> str:
 WIDE = 120  # columns when the output is not a terminal, so nothing is truncated in a file or pipe
 
 
-def print_runs(records: Sequence[RunRecord], store_url: str) -> None:
-    """Print the table of runs, newest first."""
+def print_runs(records: Sequence[RunRecord], store_url: str, where: str = "") -> None:
+    """Print the table of runs, in their order. `where` is the condition that excluded the rest of the store, if any."""
     console = _console()
+    if not records and where:
+        message = f"No run in {store_url} matches --where: {where}. List all: holdfast runs --limit 0"
+        console.print(message, markup=False, highlight=False, soft_wrap=True)
+        return
     if not records:
         console.print(f"No runs in {store_url} yet. Start one: holdfast run examples/quickstart.yaml", soft_wrap=True)
         return

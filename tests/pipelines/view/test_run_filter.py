@@ -156,5 +156,15 @@ def test_the_commands_tag_list_and_compare(store: Store, tmp_path: Path) -> None
     assert "2 runs" in page.read_text()
 
 
+def test_a_condition_that_no_run_meets_is_not_shown_as_an_empty_store(store: Store, tmp_path: Path) -> None:
+    def printed(url: str) -> str:
+        result = CliRunner().invoke(app, ["runs", "--where", "tag in [none]", "--store", url])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    assert printed(store.url).startswith(f"No run in {store.url} matches --where: tag in [none].")
+    assert "No runs in" in printed(f"file://{tmp_path / 'empty'}")
+
+
 def test_a_record_without_labels_has_none() -> None:
     assert (RunRecord("a").tags, RunRecord("a").note) == ([], "")
