@@ -74,7 +74,7 @@ def main() -> None:
 
     exam = HERE / "exam"
     exam.mkdir(exist_ok=True)
-    (exam / "letters.yaml").write_text(TASK)
+    (exam / "letters.yml").write_text(TASK)
     items = []
     for word in unseen:
         text, answer = letter(word)

@@ -223,7 +223,7 @@ def score_tasks(decoder: Decoder, tokenizer: Tokenizer, tasks: Sequence[TaskFile
 
 def _score(decoder: Decoder, tokenizer: Tokenizer, found: TaskFiles) -> TaskScore:
     try:
-        from lm_eval import simple_evaluate, utils
+        from lm_eval import evaluator, simple_evaluate, utils
         from lm_eval.tasks import TaskManager
     except ImportError as error:
         raise MissingError(f"{NEEDS_LIBRARY} ({error})") from error
@@ -231,6 +231,7 @@ def _score(decoder: Decoder, tokenizer: Tokenizer, found: TaskFiles) -> TaskScor
     task, name = found.task, found.name
     _require_answer_length(found.config, task.uri, decoder.shape.context)
     utils.env = cast("Any", _Environment(f"evaluation.tasks: {task.uri}"))
+    cast("Any", evaluator).add_env_info = lambda results: None  # noqa: ARG005 - it runs `pip list` while ranks wait
     with temporary_folder("task") as folder, ConsoleProgress() as progress:
         local = {file_name: _fetch(found, file_name, Path(folder)) for file_name in found.contents}
         kwargs = {"data_files": _placed(found.files, local), "cache_dir": str(Path(folder) / "cache")}

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from blake3 import blake3
 from tokenizers import Tokenizer
+from torch.utils import collect_env
 
 from holdfast.scoring.tasks import (
     DATA_BYTES,
@@ -69,10 +70,15 @@ def test_the_figures_are_those_of_the_librarys_own_model_of_the_export(tmp_path:
     assert progress[-1] == (len(pairs), len(pairs))
 
 
-def test_a_task_has_one_figure_from_local_files(tmp_path: Path) -> None:
+def test_a_task_has_one_figure_from_local_files_and_runs_no_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[object] = []  # of the library's description of the environment
+    monkeypatch.setattr(collect_env, "run", lambda command: commands.append(command) or (1, "", ""))
     built, tokenizer = decoder(shape(context=64)), Tokenizer.from_str(tokenizer_json())
     task = find_task(write(tmp_path, CHOICES))
     (score,) = score_tasks(built, tokenizer, [task])
+    assert not commands
     assert (score.task, score.metric, score.examples, score.higher_is_better) == ("continue", "acc", 24, True)
     right = 0
     for row in ROWS:
