@@ -13,6 +13,7 @@ with a remedy and an `exit_code`.
 |---|---|
 | `holdfast.api.submission` | requests, submissions; resume and stop |
 | `holdfast.api.run_handle` | runs: status, logs, history, ledger, cost, reports, audit |
+| `holdfast.api.rank_shell` | the command line that runs a command where a rank is |
 | `holdfast.api.checkpoints` | list, verify, compare, pin, collect, export and import checkpoints |
 | `holdfast.api.specs` | ids, manifests for every system, triggers, Kubeflow's pipelines and schedules |
 | `holdfast.api.planning` | layouts of a spec: what fits, how fast, at what cost |

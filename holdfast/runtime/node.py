@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 
 NODE_NAME = "HOLDFAST_NODE_NAME"  # set in the pod of a rank, and on Ray
+POD_VARIABLE, NAMESPACE_VARIABLE = "HOLDFAST_POD_NAME", "HOLDFAST_POD_NAMESPACE"  # set by the downward API
 _VARIABLES = (NODE_NAME, "SLURMD_NODENAME")
 
 

@@ -101,7 +101,7 @@ class StreamWriter(Generic[S]):
         waits for the next flush, unless it fills a piece. So a process that prints all the time is written no more
         often."""
         try:
-            if self._described is None and (self._waiting or last):
+            if self._described is None:
                 self._make_room()
                 self._describe()  # first: a reader of a line can then look up its process
             while batch := self._take(last):

@@ -21,6 +21,9 @@ class RankStream(LogStream):
     rank: int
     launch: int
     attempt: int | None = None  # attempt of the gang that it formed; None before that
+    pod: str = ""  # of its node, on Kubernetes...
+    namespace: str = ""  # ...and that pod's namespace
+    job: str = ""  # the number of its job, in Slurm
 
     @property
     def writer(self) -> str:
@@ -28,10 +31,12 @@ class RankStream(LogStream):
         return f"rank {self.rank}"
 
 
-def new_stream(rank: int, launch: int, node: str, pid: int) -> RankStream:
-    """The description of a process that begins now."""
+def new_stream(rank: int, launch: int, pid: int, **place: str) -> RankStream:
+    """The description of a process that begins now. `place`: its node, pod, namespace and job, if it has them."""
     name = f"{launch:06d}-{stream_name()}"
-    return RankStream(name=name, rank=rank, launch=launch, node=node, pid=pid, began=time.time())
+    return RankStream.model_validate(
+        {"name": name, "rank": rank, "launch": launch, "pid": pid, "began": time.time(), **place}
+    )
 
 
 class RankLog(StreamWriter[RankStream]):
@@ -57,10 +62,10 @@ def rank_streams(store: Store, run_id: str, rank: int) -> list[RankStream]:
     return [streams[name] for name in sorted(streams)]
 
 
-def ranks_with_logs(store: Store, run_id: str) -> list[int]:
-    """The ranks of a run with any output in the store."""
-    keys = (info.key for info in store.list(layout.rank_log(run_id)))
-    return sorted({int(match[1]) for key in keys if (match := _STREAM.search(key))})
+def ranks_with_logs(store: Store, run_id: str, launch: int | None = None) -> list[int]:
+    """The ranks of a run that have a stream in the store: in a launch, or in any."""
+    matches = (_STREAM.search(info.key) for info in store.list(layout.rank_log(run_id)))
+    return sorted({int(match[1]) for match in matches if match and launch in (None, int(match[3]))})
 
 
 def rank_lines(

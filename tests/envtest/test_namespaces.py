@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.launch.kubernetes import KubernetesLauncher, lease
 from holdfast.launch.kubernetes.client import LEASES
-from holdfast.launch.kubernetes.configuration import NAMESPACE_VARIABLE
+from holdfast.runtime.node import NAMESPACE_VARIABLE
 from holdfast.launch.kubernetes.lease import RunLease
 from holdfast.launch.kubernetes.owner import find_own_pod
 from tests.envtest.control_plane import ADMIN, NAMESPACE, ControlPlane, assets

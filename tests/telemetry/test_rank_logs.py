@@ -28,7 +28,7 @@ class Away:
 
 
 def a_log(store: object, rank: int = 0, launch: int = 1) -> RankLog:
-    return RankLog(lambda: store, RUN, new_stream(rank, launch, "node", 7))  # type: ignore[arg-type,return-value]
+    return RankLog(lambda: store, RUN, new_stream(rank, launch, 7, node="node"))  # type: ignore[arg-type,return-value]
 
 
 def printed(

@@ -11,9 +11,9 @@ from pathlib import Path
 from kubernetes import config
 from kubernetes.client import Configuration
 
+from holdfast.runtime.node import NAMESPACE_VARIABLE
 from holdfast.spec.errors import AccessDeniedError
 
-NAMESPACE_VARIABLE = "HOLDFAST_POD_NAMESPACE"
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 

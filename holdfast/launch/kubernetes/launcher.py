@@ -17,12 +17,13 @@ from holdfast.launch.emitters import LAUNCH_LABEL, RUN_LABEL, has_key, key_secre
 from holdfast.launch.interface import GangExit, Job, changes_members
 from holdfast.launch.kubernetes.api_errors import ConflictError
 from holdfast.launch.kubernetes.client import SECRETS, Api, Object, Resource
-from holdfast.launch.kubernetes.configuration import NAMESPACE_VARIABLE, own_namespace
+from holdfast.launch.kubernetes.configuration import own_namespace
 from holdfast.launch.kubernetes.follow import Follower
 from holdfast.launch.kubernetes.kinds import KINDS, Kind
 from holdfast.launch.kubernetes.lease import RunLease
 from holdfast.launch.kubernetes.node_labels import label_unhealthy
-from holdfast.launch.kubernetes.owner import POD_VARIABLE, Pipeline, find_own_pod, find_pipeline
+from holdfast.launch.kubernetes.owner import Pipeline, find_own_pod, find_pipeline
+from holdfast.runtime.node import NAMESPACE_VARIABLE, POD_VARIABLE
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import (
     AccessDeniedError,

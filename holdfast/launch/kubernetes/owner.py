@@ -11,11 +11,12 @@ import os
 from dataclasses import dataclass
 
 from holdfast.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object
+from holdfast.runtime.node import POD_VARIABLE
 from holdfast.spec.errors import HoldfastError, MissingError
 
 log = logging.getLogger("holdfast.launch")
 
-POD_VARIABLE, UID_VARIABLE = "HOLDFAST_POD_NAME", "HOLDFAST_POD_UID"  # set by the downward API
+UID_VARIABLE = "HOLDFAST_POD_UID"  # set by the downward API
 WORKFLOW_LABEL = "workflows.argoproj.io/workflow"
 
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from holdfast.launch.kubernetes.client import Api
 from holdfast.launch.kubernetes.lease import HeldError
 from holdfast.launch.kubernetes.orphaned_jobs import end_orphaned_jobs
-from holdfast.launch.kubernetes.owner import POD_VARIABLE, find_own_pod
+from holdfast.launch.kubernetes.owner import find_own_pod
+from holdfast.runtime.node import POD_VARIABLE
 from holdfast.runtime.secrets import redact
 from holdfast.spec import HoldfastError, parse_spec
 

@@ -12,7 +12,6 @@ import codecs
 import logging
 import os
 import selectors
-import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from holdfast.launch.exits import RankExit
+from holdfast.runtime.node import NAMESPACE_VARIABLE, POD_VARIABLE, node_name
 from holdfast.runtime.secrets import StreamRedactor
 from holdfast.runtime.shutdown import join_within
 from holdfast.store import open_store
@@ -111,7 +111,7 @@ class RankOutput:
         """Take the output of that process from now on."""
         followed: _Rank | None = None
         if self._place is not None:
-            stream = new_stream(rank, self._place.launch, socket.gethostname(), pid)
+            stream = new_stream(rank, self._place.launch, pid, **_own_place())
             followed = _Rank(RankLog(self._opened, self._place.run_id, stream), self._records / f"{pid}.json")
         with self._changed:
             if followed is not None:
@@ -212,6 +212,12 @@ class RankOutput:
             code = record.code if record and record.code is not None else self._codes.get(stream.pid)
             fields |= {"ended": time.time() if stream.ended is None else stream.ended, "code": code}
         one.log.describe(stream.model_copy(update=fields))
+
+
+def _own_place() -> dict[str, str]:
+    """Where this node is, for a person who wants to reach it: by its scheduler's names."""
+    variables = {"pod": POD_VARIABLE, "namespace": NAMESPACE_VARIABLE, "job": "SLURM_JOB_ID"}
+    return {"node": node_name()} | {name: os.environ.get(variable, "") for name, variable in variables.items()}
 
 
 def _read(pipe: int) -> bytes:

@@ -66,6 +66,11 @@ _OF_THIS_MACHINE = frozenset(
 _Output: TypeAlias = "queue.Queue[tuple[_Node, str | None]]"
 
 
+def ssh_command() -> list[str]:
+    """The command that connects to a machine: `ssh`, or the one that HOLDFAST_SSH names."""
+    return shlex.split(os.environ.get(COMMAND, "ssh"))
+
+
 class SshLauncher:
     """Launcher on the machine of the command, which need not be one of the machines that train."""
 
@@ -195,7 +200,7 @@ class _Node:
         self.last_error = ""  # the last line that ssh or the node printed as an error
         remote = shlex.join([sys.executable, "-m", NODE, self._token])
         self._process = subprocess.Popen(
-            [*shlex.split(os.environ.get(COMMAND, "ssh")), *OPTIONS, host.name, remote],
+            [*ssh_command(), *OPTIONS, host.name, remote],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -297,7 +302,7 @@ def _is_passed(name: str) -> bool:
 
 def _host_name(name: str) -> str:
     """The host name that the ssh configuration has for a machine."""
-    command = [*shlex.split(os.environ.get(COMMAND, "ssh")), "-G", name]
+    command = [*ssh_command(), "-G", name]
     process: subprocess.CompletedProcess[Any] = subprocess.run(command, capture_output=True, text=True, check=False)
     match = re.search(r"^hostname (\S+)$", str(process.stdout), re.MULTILINE)
     return match[1] if match else name.rpartition("@")[2]

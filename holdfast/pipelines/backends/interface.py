@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from holdfast.pipelines.backends.capabilities import Capabilities
+from holdfast.pipelines.backends.rank_shell import RankShell
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec.errors import ExitCode, MissingError
 from holdfast.steps import STEPS
@@ -140,6 +141,13 @@ class Backend(Protocol):
 
     def list(self) -> list[RunStatus]:
         """The runs that the backend knows, newest first, without their steps. Reads only."""
+
+    def rank_shell(self, shell: RankShell) -> list[str]:
+        """The command line that runs a command in the place of a rank, on the machine of the caller.
+
+        Starts and reads nothing. Its exit code is that of the command, or an error's of the program that reaches the
+        node. Raises MissingError if the node cannot be entered.
+        """
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Resume the run of `request` from its newest checkpoint. Returns it, and whether this call started something.

@@ -15,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import takewhile
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -31,6 +32,7 @@ from holdfast.pipelines.cli import (
     rollouts,
     run,
     runs,
+    shell,
     show,
     specs,
     sweep,
@@ -91,6 +93,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "show": show.show,
         "watch": monitoring.watch,
         "logs": runs.logs,
+        "shell": shell.shell,
         "stop": runs.stop,
         "fork": audit.fork,
         "rollouts": rollouts.rollouts,
@@ -149,7 +152,7 @@ def main() -> None:
     prepare_streams()
     watch_reader()
     give_home()
-    as_json = "--json" in sys.argv[1:]
+    as_json = "--json" in takewhile(lambda word: word != "--", sys.argv[1:])
     try:
         try:
             if not as_json:

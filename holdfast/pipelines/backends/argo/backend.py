@@ -32,6 +32,7 @@ from holdfast.pipelines.backends.interface import (
     require_one_run,
     step_called,
 )
+from holdfast.pipelines.backends.rank_shell import RankShell, in_pod
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.sizes import require_fits_argo
 from holdfast.runtime.exits import code_in
@@ -183,6 +184,10 @@ class Argo:
         """Holdfast's Workflows in the namespace, newest first."""
         workflows, _ = self._api.list(WORKFLOWS, SELECTOR)
         return [self._status(workflow) for workflow in sorted(workflows, key=_made, reverse=True)]
+
+    def rank_shell(self, shell: RankShell) -> list[str]:
+        """`kubectl exec` in the pod of the rank."""
+        return in_pod(shell)
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit the request again. A new Workflow follows a failed one and resumes its training."""

@@ -13,6 +13,7 @@ from holdfast.pipelines.backends.kubeflow import watch
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.records import with_records
 from holdfast.pipelines.backends.kubeflow.submit import in_namespace, submit
+from holdfast.pipelines.backends.rank_shell import RankShell, in_pod
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
 from holdfast.runtime.environment import store_url
@@ -79,6 +80,10 @@ class Kubeflow:
             self.server.runs.run_service_list_runs, "runs", sort_by="created_at desc", **in_namespace(self.server)
         )
         return [self._status(run) for run in runs]
+
+    def rank_shell(self, shell: RankShell) -> list[str]:
+        """`kubectl exec` in the pod of the rank."""
+        return in_pod(shell)
 
     def resume(self, order: RunRequest) -> tuple[RunStatus, bool]:
         """Submit the request again. A new run replaces one that ended without success, and resumes its training."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast.pipelines.backends import capabilities
 from holdfast.pipelines.backends.interface import CANCELED, FAILED, RUNNING, SUCCEEDED, RunStatus, is_step
+from holdfast.pipelines.backends.rank_shell import RankShell
 from holdfast.pipelines.backends.record import Record, find_record, log_file, read_record, sweep_records
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
@@ -129,6 +131,10 @@ class Local:
         sweeps = [record for record in sweep_records(store) if record.backend == self.name]
         statuses += [(record, _sweep_status(record, store)) for record in sweeps]
         return [status for _, status in sorted(statuses, key=lambda one: -one[0].submitted)]
+
+    def rank_shell(self, shell: RankShell) -> list[str]:
+        """The command itself: the rank is on this machine."""
+        return shell.on_node(sys.executable)
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Run it again. It resumes where it was."""

@@ -23,6 +23,7 @@ from holdfast.pipelines.backends.interface import (
     ended_with,
     require_one_run,
 )
+from holdfast.pipelines.backends.rank_shell import RankShell
 from holdfast.pipelines.backends.ray.client import Jobs, RayJob
 from holdfast.pipelines.backends.ray.emit import PREFIX, RayOrder, store_mark
 from holdfast.pipelines.backends.request import RunRequest
@@ -102,6 +103,14 @@ class Ray:
         if job.unfinished:
             self._jobs.stop(job.id)
         return self._status(self._find(job.id)), job.unfinished
+
+    def rank_shell(self, shell: RankShell) -> list[str]:
+        """Raises MissingError: Ray starts no terminal on a node."""
+        place = shell.process
+        raise MissingError(
+            f"rank {place.rank} of run {shell.run_id}: Ray cannot enter a node; log in to it yourself: it is process "
+            f"{place.pid} on the node {place.node} of {self._jobs.address}"
+        )
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit the request again. A new job follows a failed one and resumes its training."""

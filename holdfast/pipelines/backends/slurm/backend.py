@@ -6,6 +6,7 @@ A run is a chain of batch jobs, one for each step, connected by dependencies. Jo
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
@@ -25,6 +26,7 @@ from holdfast.pipelines.backends.interface import (
     is_step,
     require_one_run,
 )
+from holdfast.pipelines.backends.rank_shell import RankShell
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.slurm import client
 from holdfast.pipelines.backends.slurm.client import BatchJob
@@ -228,6 +230,12 @@ class Slurm:
     def list(self) -> list[RunStatus]:
         """This user's chains, newest first."""
         return [self._status(chain, detailed=False) for chain in reversed(chains_of())]
+
+    def rank_shell(self, shell: RankShell) -> list[str]:
+        """A step of the job that shares what the ranks have. All nodes see Python at the same path."""
+        place = [f"--jobid={shell.scheduled_in('job')}", f"--nodelist={shell.process.node}"]
+        options = ["--overlap", "--nodes=1", "--ntasks=1", *(["--pty"] if shell.terminal else [])]
+        return ["srun", *place, *options, *shell.on_node(sys.executable)]
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit the request again. A new chain follows a failed one and resumes its training."""

@@ -5,9 +5,14 @@ The rest is as on this machine alone (`holdfast.pipelines.backends.local`). `hol
 
 from __future__ import annotations
 
+import shlex
+import sys
+
 from holdfast.launch.ssh.hosts import hosts_file
+from holdfast.launch.ssh.launcher import ssh_command
 from holdfast.pipelines.backends import capabilities
 from holdfast.pipelines.backends.local.backend import Local
+from holdfast.pipelines.backends.rank_shell import RankShell
 
 
 class Ssh(Local):
@@ -25,3 +30,8 @@ class Ssh(Local):
     def hosts(self) -> str:
         """The absolute path of the file. Raises SpecError if none is known."""
         return str(hosts_file(self._named))
+
+    def rank_shell(self, shell: RankShell) -> list[str]:
+        """Through ssh. All machines have Python at the same path."""
+        terminal = "-t" if shell.terminal else "-T"
+        return [*ssh_command(), terminal, shell.process.node, shlex.join(shell.on_node(sys.executable))]
