@@ -7,6 +7,7 @@ import re
 import shlex
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,6 @@ from holdfast.spec.errors import MissingError
 from holdfast.store import Store
 from holdfast.telemetry.channel import PIPE
 from holdfast.telemetry.rank_logs import RankStream, rank_streams
-from tests.whole.submitting import until
 
 RUN = "3f2a4b5c6d7e8f90"
 ON_NODE = ["-m", "holdfast.runtime.rank_shell", RUN, "3", "4000000", "nvidia-smi", "-L"]
@@ -55,8 +55,9 @@ def started(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> St
             os.close(writer)
             output.take_rest(60.0)
             output.close({4_000_000: 1}, 60.0)
-        until(lambda: any(stream.pid for stream in rank_streams(store, RUN, rank)[-1:]), 60)
-        return rank_streams(store, RUN, rank)[-1]
+        while not (streams := rank_streams(store, RUN, rank)) or not streams[-1].pid:
+            time.sleep(0.02)
+        return streams[-1]
 
     return start
 
