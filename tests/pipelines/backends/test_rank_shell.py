@@ -99,7 +99,7 @@ def test_a_machine_of_the_file_is_entered_over_ssh(started: Started, monkeypatch
 
 def test_where_no_node_can_be_entered_the_place_of_the_rank_is_named(started: Started) -> None:
     process = started(HOLDFAST_NODE_NAME="ray-node-1")
-    with pytest.raises(MissingError, match="Ray cannot enter a node; .* process 4000000 on the node ray-node-1"):
+    with pytest.raises(MissingError, match=r"Ray cannot enter a node; .* process 4000000 on the node ray-node-1"):
         open_backend("ray", endpoint="http://ray").rank_shell(shell_of(process))
     for backend, kind in (("argo", "pod"), ("slurm", "job")):
         with pytest.raises(MissingError, match=f"names no {kind} of it, only the node ray-node-1"):
@@ -119,12 +119,12 @@ def running(store: Store, tmp_path: Path) -> Location:
 
 
 def test_a_rank_is_named_by_its_launch(started: Started, running: Location, store: Store) -> None:
-    with pytest.raises(MissingError, match=f"run {RUN}: no rank runs yet; .* holdfast show {RUN} --steps"):
+    with pytest.raises(MissingError, match=rf"run {RUN}: no rank runs yet; .* holdfast show {RUN} --steps"):
         rank_command("3f2a", at=running)
     claim_launch(store, RUN, {})
     started(0, ends=True)
     started(1)
-    with pytest.raises(MissingError, match="rank 0 of launch 1 has ended; .* when the next launch has begun"):
+    with pytest.raises(MissingError, match=r"rank 0 of launch 1 has ended; .* when the next launch has begun"):
         rank_command("3f2a", at=running)
     with pytest.raises(MissingError, match="there is no rank 7; launch 1 has 2 ranks, 0 to 1"):
         rank_command("3f2a", 7, at=running)
@@ -139,7 +139,7 @@ def test_a_rank_is_named_by_its_launch(started: Started, running: Location, stor
 def test_a_run_that_does_not_run_is_refused_with_its_state(running: Location, store: Store, tmp_path: Path) -> None:
     request = RunRequest(parse_spec("{name: small, data: {sources: [{uri: x}]}}"), run_id=RUN)
     record_of(request, "local", RUN).write(store)
-    with pytest.raises(MissingError, match=f"is UNFINISHED on local, so no rank runs; .* holdfast resume {RUN}"):
+    with pytest.raises(MissingError, match=rf"is UNFINISHED on local, so no rank runs; .* holdfast resume {RUN}"):
         rank_command("3f2a", at=running)
 
 
