@@ -28,15 +28,22 @@ from holdfast.runtime import environment, rank_shell, sealing
 from holdfast.spec import parse_spec
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import MissingError
-from holdfast.store import Store
+from holdfast.store import Store, open_store
 from holdfast.telemetry.channel import PIPE
 from holdfast.telemetry.rank_logs import RankStream, rank_streams
+from holdfast.telemetry.run_metadata import write_run_metadata
 
 RUN = "3f2a4b5c6d7e8f90"
 ON_NODE = ["-m", "holdfast.runtime.rank_shell", RUN, "3", "4000000", "nvidia-smi", "-L"]
 OF_NODES = ("HOLDFAST_NODE_NAME", "HOLDFAST_POD_NAME", "HOLDFAST_POD_NAMESPACE", "SLURM_JOB_ID", "SLURMD_NODENAME")
 PACKAGE = Path(rank_shell.__file__).parents[1]
 Started = Callable[..., RankStream]
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A folder: nothing here depends on the kind of the store."""
+    return open_store(f"file://{tmp_path / 'store'}")
 
 
 @pytest.fixture
@@ -115,6 +122,7 @@ def running(store: Store, tmp_path: Path) -> Location:
         began=process_start(os.getpid()) or 0.0, outcomes=str(tmp_path),
     )  # fmt: skip
     record.write(store)
+    write_run_metadata(store, RUN, request.spec, "d", "")
     return Location(store=store.url)
 
 
