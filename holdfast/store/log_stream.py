@@ -20,7 +20,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -71,6 +71,8 @@ def stream_name() -> str:
 class StreamWriter(Generic[S]):
     """Writes one stream. `add` is for the thread that reads the lines, everything else for one other thread."""
 
+    describes_silent: ClassVar[bool] = False  # whether a process that has printed nothing yet is described
+
     def __init__(self, opened: Callable[[], Store], folder: str, stream: S) -> None:
         """`opened` gives the store, and only that other thread calls it. `folder`: of all streams of this name."""
         self.stream: S = stream
@@ -101,7 +103,7 @@ class StreamWriter(Generic[S]):
         waits for the next flush, unless it fills a piece. So a process that prints all the time is written no more
         often."""
         try:
-            if self._described is None:
+            if self._described is None and (self._waiting or last or self.describes_silent):
                 self._make_room()
                 self._describe()  # first: a reader of a line can then look up its process
             while batch := self._take(last):

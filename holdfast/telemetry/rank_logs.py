@@ -42,6 +42,8 @@ def new_stream(rank: int, launch: int, pid: int, **place: str) -> RankStream:
 class RankLog(StreamWriter[RankStream]):
     """Writes the stream of one process of a rank."""
 
+    describes_silent = True  # it says where the rank is
+
     def __init__(self, opened: Callable[[], Store], run_id: str, stream: RankStream) -> None:
         """See StreamWriter."""
         super().__init__(opened, layout.rank_log(run_id, stream.rank), stream)
