@@ -146,7 +146,7 @@ def test_a_rank_is_named_by_its_launch(started: Started, running: Location, stor
 
 def test_a_run_that_does_not_run_is_refused_with_its_state(running: Location, store: Store, tmp_path: Path) -> None:
     request = RunRequest(parse_spec("{name: small, data: {sources: [{uri: x}]}}"), run_id=RUN)
-    record_of(request, "local", RUN).write(store)
+    replace(record_of(request, "local", RUN), log=str(tmp_path / "run-1.log")).write(store)
     with pytest.raises(MissingError, match=rf"is UNFINISHED on local, so no rank runs; .* holdfast resume {RUN}"):
         rank_command("3f2a", at=running)
 
