@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from tests.seeds import in_full
 from tests.slurm.chain import LIKE_TWO_NODES, Place
 from tests.slurm.cluster import SlurmCluster
 from tests.whole import small
 
-pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
+# The search on the emulated Argo is the shorter drill.
+pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200), in_full]
 
 SEARCH = (
     *("--over", "training.optimizer.learning_rate=1e-3..1e-1 log", "--seed", "2"),
