@@ -7,7 +7,7 @@ by Holdfast's run id or its beginning, or by the name of its spec. Nothing is pr
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -142,7 +142,7 @@ class Backend(Protocol):
     def list(self) -> list[RunStatus]:
         """The runs that the backend knows, newest first, without their steps. Reads only."""
 
-    def rank_shell(self, shell: RankShell) -> list[str]:
+    def rank_shell(self, shell: RankShell) -> Sequence[str]:
         """The command line that runs a command in the place of a rank, on the machine of the caller.
 
         Starts and reads nothing. Its exit code is that of the command, or an error's of the program that reaches the

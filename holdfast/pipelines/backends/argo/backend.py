@@ -7,7 +7,7 @@ repeated after a lost response, make one Workflow. A new Workflow with the next 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -185,7 +185,7 @@ class Argo:
         workflows, _ = self._api.list(WORKFLOWS, SELECTOR)
         return [self._status(workflow) for workflow in sorted(workflows, key=_made, reverse=True)]
 
-    def rank_shell(self, shell: RankShell) -> list[str]:
+    def rank_shell(self, shell: RankShell) -> Sequence[str]:
         """`kubectl exec` in the pod of the rank."""
         return in_pod(shell)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -81,7 +81,7 @@ class Kubeflow:
         )
         return [self._status(run) for run in runs]
 
-    def rank_shell(self, shell: RankShell) -> list[str]:
+    def rank_shell(self, shell: RankShell) -> Sequence[str]:
         """`kubectl exec` in the pod of the rank."""
         return in_pod(shell)
 

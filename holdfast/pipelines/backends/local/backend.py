@@ -11,7 +11,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -132,7 +132,7 @@ class Local:
         statuses += [(record, _sweep_status(record, store)) for record in sweeps]
         return [status for _, status in sorted(statuses, key=lambda one: -one[0].submitted)]
 
-    def rank_shell(self, shell: RankShell) -> list[str]:
+    def rank_shell(self, shell: RankShell) -> Sequence[str]:
         """The command itself: the rank is on this machine."""
         return shell.on_node(sys.executable)
 

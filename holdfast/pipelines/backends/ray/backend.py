@@ -104,7 +104,7 @@ class Ray:
             self._jobs.stop(job.id)
         return self._status(self._find(job.id)), job.unfinished
 
-    def rank_shell(self, shell: RankShell) -> list[str]:
+    def rank_shell(self, shell: RankShell) -> Sequence[str]:
         """Raises MissingError: Ray starts no terminal on a node."""
         place = shell.process
         raise MissingError(

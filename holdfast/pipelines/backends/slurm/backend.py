@@ -231,7 +231,7 @@ class Slurm:
         """This user's chains, newest first."""
         return [self._status(chain, detailed=False) for chain in reversed(chains_of())]
 
-    def rank_shell(self, shell: RankShell) -> list[str]:
+    def rank_shell(self, shell: RankShell) -> Sequence[str]:
         """A step of the job that shares what the ranks have. All nodes see Python at the same path."""
         place = [f"--jobid={shell.scheduled_in('job')}", f"--nodelist={shell.process.node}"]
         options = ["--overlap", "--nodes=1", "--ntasks=1", *(["--pty"] if shell.terminal else [])]

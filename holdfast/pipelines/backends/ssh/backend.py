@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 
 from holdfast.launch.ssh.hosts import hosts_file
 from holdfast.launch.ssh.launcher import ssh_command
@@ -31,7 +32,7 @@ class Ssh(Local):
         """The absolute path of the file. Raises SpecError if none is known."""
         return str(hosts_file(self._named))
 
-    def rank_shell(self, shell: RankShell) -> list[str]:
+    def rank_shell(self, shell: RankShell) -> Sequence[str]:
         """Through ssh. All machines have Python at the same path."""
         terminal = "-t" if shell.terminal else "-T"
         return [*ssh_command(), terminal, shell.process.node, shlex.join(shell.on_node(sys.executable))]
