@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from itertools import chain
 from pathlib import Path
 from random import Random
@@ -196,6 +197,7 @@ def _train(rank: int, size: int, folder: Path, url: str, spec: Spec, identity: s
     from tests.train.ranks import join
 
     join(folder, rank, size, always=False)
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # as the launcher of the replay sets it: it is part of the plan
     store, assignment = open_store(url), Assignment.of(spec, identity, dataset_id)
     number = claim_launch(store, identity, assignment.model_dump(mode="json"), replan=False)
     leave = PreemptionSignal()

@@ -94,7 +94,7 @@ def steps_of(engine: Engine, spec: Assignment, rank: int, size: int, batches: It
 
 
 def _train_all(
-    rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool, number: int, pause_at: int | None
+    rank: int, size: int, url: str, folder: Path, runs: Runs, replan: bool, number: int, pause_at: int | None = None
 ) -> list[str]:
     from holdfast.collectives import Gang
     from holdfast.rank.preemption import PreemptionSignal
