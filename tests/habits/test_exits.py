@@ -25,6 +25,7 @@ KNOWN = {
     "holdfast/steps/command_line.py": "the result of a step: an id or a word; standard output is redacted",
     "holdfast/rewards/worker.py": "replies to the process that started it, which redacts errors",
     "holdfast/rewards/process.py": "requests to the process of a reward: records and answers",
+    "holdfast/runtime/rank_shell.py": "errors about the command and the process that a person named",
     "holdfast/runtime/logs.py": "the formatters of all log records: they redact",
     "holdfast/simulation/learn.py": "numbers",
     "holdfast/spec/schema.py": "the schema",

@@ -58,10 +58,11 @@ class _JoinOp(_RendezvousJoinOp):
     def __call__(self, ctx: _RendezvousContext, deadline: float) -> _Action:
         state, most = ctx.state, ctx.settings.max_nodes
         if state.closed:
-            if ctx.node not in state.redundancy_list:
-                return _Action.ERROR_CLOSED
             self.trained = self.trained or self._was_trained()  # the node that hosts the store may end next
+            if ctx.node not in state.redundancy_list | state.wait_list:
+                return _Action.ERROR_CLOSED
             state.redundancy_list.discard(ctx.node)  # the nodes that closed it see that this node has noticed
+            state.wait_list.discard(ctx.node)
             return _Action.KEEP_ALIVE
         if ctx.node in state.redundancy_list:
             if not self._known:  # From now on, the nodes that have trained the run wait for this node.
@@ -137,9 +138,14 @@ class SpareRendezvousHandler(DynamicRendezvousHandler):
     def _wait_for_spares(self) -> None:
         deadline = time.monotonic() + FAREWELL_SECONDS
         with suppress(RendezvousError, DistError):
-            while self._state_holder.state.redundancy_list and time.monotonic() < deadline:
+            while self._unseated() and time.monotonic() < deadline:
                 time.sleep(0.2)
                 self._state_holder.sync()
+
+    def _unseated(self) -> bool:
+        """Whether spares, or nodes that took a free seat too late, have not noticed the end."""
+        state = self._state_holder.state
+        return bool(state.redundancy_list or state.wait_list)
 
     def _mark(self) -> str:
         return f"holdfast.trained.{self._settings.run_id}"
