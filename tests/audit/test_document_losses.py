@@ -116,7 +116,7 @@ def test_a_token_has_the_loss_of_the_document_that_it_belongs_to() -> None:
 @pytest.mark.parametrize(
     ("overrides", "field"),
     [
-        (PAIRS, "dpo"),
+        ((*PAIRS, "model.init_from=base"), "dpo"),
         (("training.objective=mine.py:focal",), "mine.py:focal"),
     ],
 )
@@ -182,7 +182,7 @@ def test_a_planted_document_of_random_letters_comes_first_and_all_of_them_make_u
     mean = math.fsum(document["loss"] * document["counted"] for document in documents) / losses["counted"]
     assert math.isclose(mean, recorded, rel_tol=1e-6)
     assert documents[0]["where"] == where
-    assert documents[0]["text"][:20] in planted
+    assert documents[0]["text"].removesuffix("<|endoftext|>")[:20] in planted
     assert documents[0]["loss"] > 1.5 * documents[-1]["loss"]
 
 
