@@ -8,7 +8,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -47,10 +47,16 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.fixture
-def started(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Started:
+def started(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     """Record a process of a rank, on a node with some variables, as the process that supervises the ranks does."""
     for name in OF_NODES:
         monkeypatch.delenv(name, raising=False)
+    running: list[tuple[RankOutput, int]] = []
+
+    def end(output: RankOutput, writer: int) -> None:
+        os.close(writer)
+        output.take_rest(60.0)
+        output.close({4_000_000: 1}, 60.0)
 
     def start(rank: int = 3, launch: int = 1, *, ends: bool = False, **variables: str) -> RankStream:
         for name, value in variables.items():
@@ -59,14 +65,16 @@ def started(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> St
         reader, writer = output.pipe()
         output.follow(reader, rank, 4_000_000)  # no process has this number: it is above the kernel's limit
         if ends:
-            os.close(writer)
-            output.take_rest(60.0)
-            output.close({4_000_000: 1}, 60.0)
+            end(output, writer)
+        else:
+            running.append((output, writer))
         while not (streams := rank_streams(store, RUN, rank)) or not streams[-1].pid:
             time.sleep(0.02)
         return streams[-1]
 
-    return start
+    yield start
+    for each in running:
+        end(*each)
 
 
 def shell_of(process: RankStream, *, terminal: bool = False, job: str = "pytorchjob") -> RankShell:
