@@ -22,7 +22,7 @@ _EXACT = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]*)(?:\[[^\]]*\])?\s*==\s*([A-Za-
 def installed_packages() -> tuple[str, ...]:
     """All packages of this environment as `name==version`, sorted. They are read once: it takes a second."""
     found = (one.metadata for one in distributions())
-    return tuple(sorted({f"{metadata['Name']}=={metadata['Version']}" for metadata in found}))
+    return tuple(sorted({f"{metadata['Name']}=={metadata['Version']}" for metadata in found if metadata["Name"]}))
 
 
 def locked_packages(text: str) -> tuple[dict[str, str], list[Problem]]:

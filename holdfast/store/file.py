@@ -56,6 +56,7 @@ from holdfast.store.payload import (
     check_key,
     check_prefix,
     check_range,
+    conflict,
     content_digest,
     filled,
     size_of,
@@ -114,10 +115,7 @@ class FileStore:
             except MissingError:
                 current = None
             if current != expected:
-                raise ConflictError(
-                    f"{key}: version is {current or 'absent'}, not {expected or 'absent'}: another writer was first; "
-                    "read it again and decide anew"
-                )
+                raise conflict(key, current, expected)
             if expected is not None:
                 self._publish(os.replace, temporary, path)
             elif not self._link(temporary, path):

@@ -7,11 +7,14 @@ nothing more is begun.
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import TypeVar
 
+from holdfast.store.durable import whole_file
 from holdfast.store.interface import Read
 
 PART_BYTES = 32 * 2**20  # larger objects move in parts of this size...
@@ -61,6 +64,21 @@ def in_parallel(work: Callable[[Item], Result], items: Iterable[Item], concurren
     if failures:
         raise failures[min(failures)]
     return [results[number] for number in range(len(results))]
+
+
+def download(path: Path, key: str, size: int, fill: Callable[[int, memoryview], None]) -> None:
+    """Implements `Store.download` of an object of `size` bytes. `fill` reads a part of it, from a position."""
+    with whole_file(path, key) as descriptor:
+        os.truncate(descriptor, size)
+
+        def fetch(start: int) -> None:
+            block = memoryview(bytearray(min(PART_BYTES, size - start)))
+            fill(start, block)
+            while block.nbytes:
+                count = os.pwrite(descriptor, block, start)
+                start, block = start + count, block[count:]
+
+        in_parallel(fetch, range(0, size, PART_BYTES))
 
 
 def read_many(read_into: Callable[[str, int, memoryview], None], reads: Iterable[Read]) -> None:

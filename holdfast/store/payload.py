@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from blake3 import blake3
 
 from holdfast.spec.errors import DataError
-from holdfast.store.interface import Buffer, Data, TooLargeError
+from holdfast.store.interface import Buffer, ConflictError, Data, TooLargeError
 
 KEY_BYTES = 900  # S3 allows 1024, including the prefix of the store
 DCP_METADATA = ".metadata"  # the file that makes a folder a distributed checkpoint of torch; lists do not show it
@@ -69,6 +69,14 @@ def too_large(key: str, size: int, most: int) -> TooLargeError:
     return TooLargeError(
         f"{key}: has {size} bytes, and at most {most} are read; it is not the object that was meant: "
         "find out what wrote it, and remove or replace it"
+    )
+
+
+def conflict(key: str, current: str | None, expected: str | None) -> ConflictError:
+    """The error for a replacement of an object whose version is `current`, not `expected`; None: absent."""
+    return ConflictError(
+        f"{key}: version is {current or 'absent'}, not {expected or 'absent'}: another writer was first; "
+        "read it again and decide anew"
     )
 
 

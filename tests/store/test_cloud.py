@@ -17,7 +17,7 @@ from torch import nn
 import holdfast
 from holdfast.pipelines.chaos.proxy import FaultyProxy, answer, lose_reply, truncate
 from holdfast.spec.errors import AccessDeniedError, DataError, SpecError, StoreRefusedError
-from holdfast.store import ConflictError, Store, cloud, in_bucket, open_store, parallel
+from holdfast.store import ConflictError, Store, cloud, cloud_requests, in_bucket, open_store, parallel
 from holdfast.store.cloud import CloudStore
 from tests.script.launched import ask_to_leave, digest_of_run, run_script
 from tests.store.conftest import NEEDS_AZURITE
@@ -37,7 +37,7 @@ def proxy(az_url: str, azurite_server: str, monkeypatch: pytest.MonkeyPatch) -> 
     origin, _, account = azurite_server.rpartition("/")
     with FaultyProxy(origin) as proxy:
         monkeypatch.setenv("AZURE_STORAGE_ENDPOINT", f"{proxy.url}/{account}")
-        monkeypatch.setattr(cloud, "FIRST_PAUSE", 0.01)
+        monkeypatch.setattr(cloud_requests, "FIRST_PAUSE", 0.01)
         yield proxy
 
 
@@ -219,8 +219,8 @@ def test_a_file_that_is_gone_is_not_taken_for_a_missing_bucket(gs_url: str, tmp_
 def test_a_large_body_has_more_time_than_a_small_one(
     gs_url: str, google: GoogleServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cloud, "FREE_BYTES", 1000)
-    monkeypatch.setattr(cloud, "LEAST_RATE", 1000)
+    monkeypatch.setattr(cloud_requests, "FREE_BYTES", 1000)
+    monkeypatch.setattr(cloud_requests, "LEAST_RATE", 1000)
     store = open_store(gs_url, deadline=1.5)
     slow = [0.8]
 

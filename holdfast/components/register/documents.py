@@ -168,7 +168,7 @@ def bill_of_materials(facts: ModelFacts) -> Json:
 def _packages() -> Iterator[Json]:
     """The interpreter and the installed packages, by name."""
     packages = (package.partition("==") for package in installed_packages())
-    installed = {name.lower().replace("_", "-"): version for name, _, version in packages if name != "None"}
+    installed = {name.lower().replace("_", "-"): version for name, _, version in packages}
     python = platform.python_version()
     yield {"type": "platform", "bom-ref": "python", "name": "python", "version": python}
     for name, version in sorted(installed.items()):

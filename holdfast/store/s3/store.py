@@ -14,21 +14,22 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from holdfast.spec.errors import DataError, MissingError, StoreRefusedError
 from holdfast.spec.json_parsing import parse_json_object
 from holdfast.store import parallel as parts
 from holdfast.store.durable import Content, Stream
-from holdfast.store.file import whole_file
-from holdfast.store.interface import STALE_SECONDS, WHOLE_BYTES, ConflictError, Data, ObjectInfo, Read
-from holdfast.store.parallel import in_parallel, read_many
+from holdfast.store.interface import STALE_SECONDS, WHOLE_BYTES, Data, ObjectInfo, Read
+from holdfast.store.parallel import read_many
 from holdfast.store.payload import (
     Pieces,
     check_folder,
     check_key,
     check_prefix,
     check_range,
+    conflict,
     content_digest,
     filled,
     size_of,
@@ -95,11 +96,7 @@ class S3Store:
             head = self._reads.head("compare_and_swap", key)
             if head is not None and head["Metadata"].get(WRITER) == writer:
                 return str(head["ETag"])  # an earlier attempt of this very call was applied and its reply lost
-            current = head["ETag"] if head else "absent"
-            raise ConflictError(
-                f"{key}: version is {current}, not {expected or 'absent'}: another writer was first; "
-                "read it again and decide anew"
-            ) from None
+            raise conflict(key, head["ETag"] if head else None, expected) from None
 
     def get(self, key: str, start: int = 0, length: int | None = None, *, most: int = WHOLE_BYTES) -> bytes:
         """Read an object, or `length` bytes of it from `start`."""
@@ -172,18 +169,8 @@ class S3Store:
         head = self._reads.head("download", check_key(key))
         if head is None:
             raise MissingError(f"download {key}: no such object in {self.url}")
-        size, version = head["ContentLength"], head["ETag"]
-        with whole_file(path, key) as descriptor:
-            os.truncate(descriptor, size)
-
-            def fetch(start: int) -> None:
-                block = memoryview(bytearray(min(parts.PART_BYTES, size - start)))
-                self._reads.fill("download", key, start, block, version)
-                while block.nbytes:
-                    count = os.pwrite(descriptor, block, start)
-                    start, block = start + count, block[count:]
-
-            in_parallel(fetch, range(0, size, parts.PART_BYTES))
+        fill = partial(self._reads.fill, "download", key, version=head["ETag"])
+        parts.download(path, key, head["ContentLength"], fill)
 
     def local_path(self, key: str) -> Path | None:
         """None: an object in a bucket has no file on this machine."""
