@@ -52,7 +52,11 @@ def test_the_losses_of_all_ranks_are_those_of_one_process_in_every_layout(tmp_pa
             found = read_losses(tmp_path / str(size) / str(number), len(global_batch(0)), context)
             masked = "data.document_masks=true" in overrides
             expected = read_losses(tmp_path / "1" / str(int(masked)), len(global_batch(0)), context)
-            np.testing.assert_allclose(found.losses, expected.losses, rtol=1e-5, atol=1e-5)
+            if "parallel.tensor=2" in overrides:  # its parts of a sum are added in another order
+                off = np.abs(found.losses - expected.losses)
+                assert (off <= 2.0**-24 * math.sqrt(VOCABULARY) * expected.losses).all()
+            else:
+                assert np.array_equal(found.losses, expected.losses)
             assert np.array_equal(found.counted, expected.counted)
             assert 0 < found.counted.sum() < found.counted.size
             assert not found.losses[~found.counted].any()
