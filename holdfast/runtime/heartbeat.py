@@ -155,3 +155,12 @@ def publish(folder: Path | None, begins: int, outside: Sequence[int]) -> Heartbe
     rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
     here = HeartbeatPage(page, begins, outside, rank, world)
     return here
+
+
+def _forget() -> None:
+    """Start a new page in a forked process, which must not write to the page of its parent."""
+    global here  # noqa: PLW0603 - a process has one
+    here = HeartbeatPage(bytearray(_PAGE))
+
+
+os.register_at_fork(after_in_child=_forget)

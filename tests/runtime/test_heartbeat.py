@@ -107,6 +107,16 @@ def test_requests_of_any_thread_count_and_other_threads_do_not_wait(page: Heartb
     assert page.read().requests == 0
 
 
+def test_requests_of_a_forked_process_do_not_count(page: HeartbeatReader, here: HeartbeatPage) -> None:
+    with here.requesting():
+        child = os.fork()
+        if child == 0:
+            with heartbeat.here.requesting(), heartbeat.here.waiting():
+                os._exit(page.read().requests + 10 * page.read().waiting)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+    assert page.read().requests == 0
+
+
 def test_without_a_folder_marks_are_kept_for_the_process_itself(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     monkeypatch.setattr(heartbeat, "here", heartbeat.here)
     published = heartbeat.publish(None, begins=DATA, outside=[])

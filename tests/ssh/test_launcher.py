@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -57,8 +58,12 @@ def run(folder: Path, job: Job, *names: str) -> GangExit:
 
 def connections() -> list[psutil.Process]:
     """The processes of the ssh command that run: each became the node."""
-    children = psutil.Process().children()
-    return [child for child in children if child.is_running() and "holdfast.launch.ssh.node" in child.cmdline()]
+    found = []
+    for child in psutil.Process().children():
+        with suppress(psutil.NoSuchProcess):  # it has ended, or nobody has asked how a child of another test ended
+            if "holdfast.launch.ssh.node" in child.cmdline():
+                found.append(child)
+    return found
 
 
 def test_a_machine_of_the_file_takes_the_place_of_one_that_does_not_answer(
