@@ -440,13 +440,12 @@ def replayable_spec(store: Store, record: RunRecord) -> Spec:
     """The spec of a run, to compute its steps again. Raises MissingError also for a training script whose spec was not
     submitted from this machine: a store is not trusted with the arguments of code."""
     from holdfast.code.resolve import require_submitted
-    from holdfast.pipelines.backends.record import find_record
+    from holdfast.pipelines.backends.record import find_submission
 
     spec = trained_spec(store, record)
     if spec.train.script is not None:
-        submitted = find_record(store, record.run_id)
-        same = submitted is not None and submitted.request.spec == spec
-        require_submitted(submitted.request.executed if same and submitted else "none", f"run {record.run_id}")
+        submitted = find_submission(store, record.run_id, spec)
+        require_submitted("none" if submitted is None else submitted.request.executed, f"run {record.run_id}")
     return spec
 
 

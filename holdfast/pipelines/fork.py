@@ -16,7 +16,7 @@ from pydantic import BaseModel
 
 from holdfast.checkpoint.fork import fork_checkpoint
 from holdfast.code.resolve import is_submitted, keep_submitted
-from holdfast.pipelines.backends.record import Record, find_record
+from holdfast.pipelines.backends.record import Record, find_record, find_submission
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.spec import Spec, dump_spec, run_id
 from holdfast.spec.errors import MissingError, Problem, SpecError
@@ -54,10 +54,10 @@ def fork_run(store: Store, parent: RunRecord, step: int, overrides: Sequence[str
     digest = fork_checkpoint(store, parent.run_id, step, identity)
     write_run_metadata(store, identity, spec, dataset_id, salt)
     if find_record(store, identity) is None:
-        submitted = find_record(store, parent.run_id)
-        record = _record(store, submitted, spec, identity, salt)
+        submitted = find_submission(store, parent.run_id, parent_spec)
+        record = _record(store, submitted or find_record(store, parent.run_id), spec, identity, salt)
         record.write(store)
-        if submitted is not None and submitted.request.spec == parent_spec and is_submitted(submitted.request.executed):
+        if submitted is not None and is_submitted(submitted.request.executed):
             keep_submitted(record.request.executed)
     return ForkedRun(identity, salt, parent.run_id, step, digest)
 
@@ -178,5 +178,8 @@ def _record(store: Store, submitted: Record | None, spec: Spec, identity: str, s
         outcomes="",
         former=None,
         job="",
+        trials=(),
+        search=None,
+        concurrent_trials=0,
         ran="",
     )

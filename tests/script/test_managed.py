@@ -39,6 +39,7 @@ from holdfast.telemetry.run_metadata import write_run_metadata
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import opened
 from tests.script.launched import ask_to_leave, digest_of_run, run_script
+from tests.telemetry.trainer_server import trainer_server
 
 
 @pytest.fixture
@@ -249,6 +250,7 @@ def test_an_export_without_files_or_with_pickles_is_refused(
         (folder / "model").symlink_to(content)
     with pytest.raises(StateError, match=message):
         run_script(url, "exporting", loop, 2, -1, None, str(folder))
+    assert not list(opened(url).list(layout.run("exporting", "export/")))
 
 
 SCRIPT = """
@@ -321,7 +323,13 @@ def test_a_run_that_is_stopped_and_killed_ends_with_the_bits_of_a_calm_one(
     monkeypatch.setenv("TROUBLE", str(tmp_path))
     store = opened(url)
     spec = script_spec(tmp_path / "code", store)
-    calm = train_script(spec, "", store, salt="calm")
+    with trainer_server(tmp_path) as server:
+        calm = train_script(spec, "", store, salt="calm")
+    progress = server.bodies[-1]["trainerStatus"]  # of the pod's TrainJob
+    assert progress["progressPercentage"] == 100
+    metrics = {one["name"]: float(one["value"]) for one in progress["metrics"]}
+    assert metrics["step"] == 9
+    assert metrics["loss"] == pytest.approx(read_history(store, calm.run_id)[-1]["loss"], rel=1e-5)  # six digits
     (tmp_path / "term").touch()
     (tmp_path / "kill").touch()
     result = train_script(spec, "", store)

@@ -12,23 +12,30 @@ from torch import nn
 from typer.testing import CliRunner
 
 import holdfast
+from holdfast.api import Run
+from holdfast.api.run_handle import replayable_spec
 from holdfast.audit.replay_job import replay_steps
 from holdfast.checkpoint import read_manifest
-from holdfast.code.resolve import publish_code
+from holdfast.code.resolve import is_submitted, keep_submitted, publish_code
 from holdfast.components.train.script import train_script
 from holdfast.launch.exits import RankRecord
 from holdfast.launch.launches import newest_launch, read_launch
+from holdfast.pipelines.backends.record import find_record, keep, record_of
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.paths import load_spec
+from holdfast.pipelines.view.catalog import find_run
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.script import session as sessions
 from holdfast.script.assignment import ScriptAssignment
 from holdfast.script.replay import Replay, ReplayLaunch
 from holdfast.script.tree import StateError
-from holdfast.spec.errors import DataError, PlanChangedError, SpecError
+from holdfast.spec import run_id
+from holdfast.spec.errors import DataError, MissingError, PlanChangedError, SpecError
 from holdfast.store import Store, layout
 from holdfast.telemetry import read_history
 from holdfast.telemetry.history import is_pure
+from holdfast.telemetry.run_metadata import write_run_metadata
 from tests.checkpoint.saving import opened
 from tests.script.launched import run_script
 
@@ -132,6 +139,35 @@ def test_a_script_that_ends_before_the_recorded_step_is_named(tmp_path: Path) ->
         session.close(None)
     finally:
         sessions.launched = sessions._session = None
+
+
+def test_the_spec_of_a_trial_is_that_of_a_sweep_that_was_submitted_from_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+    store = opened(f"file://{tmp_path}/store")
+    trials = (('train.arguments=["6"]',), ('train.arguments=["7"]',))
+    sweep = RunRequest(load_spec(LOOP, ["checkpoint.every_steps=3"]), store.url, run_id="5" * 16, trials=trials)
+    keep(record_of(sweep, "slurm", "x"), store.url)
+    trial = sweep.spec.with_overrides(trials[1])
+    identity = run_id(trial, "")
+    write_run_metadata(store, identity, trial, "", "")
+    run_script(store.url, identity, loop, every_steps=3)
+
+    with pytest.raises(MissingError, match="none that was submitted from this machine"):
+        replayable_spec(store, find_run(store, identity))
+    keep_submitted(sweep.executed)
+    assert replayable_spec(store, find_run(store, identity)) == trial
+
+    forked = find_record(store, Run(identity, store.url).fork(3).run_id)
+    assert forked is not None
+    assert (forked.request.spec, forked.backend, forked.is_sweep) == (trial, "slurm", False)
+    assert is_submitted(forked.request.executed)
+
+    changed = trial.with_overrides(['train.arguments=["8"]'])
+    write_run_metadata(store, "8" * 16, changed, "", "")
+    with pytest.raises(MissingError, match="none that was submitted from this machine"):
+        replayable_spec(store, find_run(store, "8" * 16))
 
 
 def test_a_run_is_replayed_by_its_ranks_and_a_changed_record_is_named(

@@ -9,6 +9,7 @@ import pytest
 
 from tests.checkpoint.ranks import in_ranks
 from tests.script.launched import ask_to_leave, digest_of_run, run_script
+from tests.telemetry.trainer_server import trainer_server
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "scripts" / "transformers"
 STEPS, STEPS_OF_EPOCH = 7, 4
@@ -16,13 +17,13 @@ STEPS, STEPS_OF_EPOCH = 7, 4
 
 @pytest.mark.slow  # transformers is imported
 def test_a_trainer_that_leaves_and_resumes_has_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
-    [(calm, stopped)] = in_ranks(1, _runs, f"file://{tmp_path / 'store'}")
+    [(calm, stopped)] = in_ranks(1, _runs, f"file://{tmp_path / 'store'}", tmp_path)
     assert calm[0][0] == STEPS
     assert calm[1] == [STEPS, 10 * STEPS]
     assert stopped == calm
 
 
-def _runs(rank: int, size: int, url: str) -> list[tuple[tuple[int, str], list[int]]]:
+def _runs(rank: int, size: int, url: str, folder: Path) -> list[tuple[tuple[int, str], list[int]]]:
     """The digest of a run and the totals of its callbacks: without a stop, and with one at the end of an epoch and one
     within an epoch."""
     sys.path.insert(0, str(EXAMPLE))
@@ -32,7 +33,11 @@ def _runs(rank: int, size: int, url: str) -> list[tuple[tuple[int, str], list[in
             assert not run_script(url, run, _train, stop, [])
             assert digest_of_run(url, run)[0] == stop
         totals: list[int] = []
-        assert run_script(url, run, _train, 0, totals)
+        with trainer_server(folder) as server:  # Trainer adds its own callback in the pods of a TrainJob
+            assert run_script(url, run, _train, 0, totals)
+        last = server.bodies[-1]["trainerStatus"]
+        assert last["progressPercentage"] == 100
+        assert "train_loss" in {one["name"] for one in last["metrics"]}
         results.append((digest_of_run(url, run), totals))
     return results
 

@@ -17,11 +17,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from holdfast.code.resolve import is_submitted
 from holdfast.pipelines.backends.interface import RunStatus, require_one_run
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.runtime.secrets import redact
 from holdfast.search.method import Search
-from holdfast.spec import dump_spec, parse_spec, run_id
+from holdfast.spec import Spec, dump_spec, parse_spec, run_id
 from holdfast.spec.errors import DataError, ExitCode, HoldfastError, MissingError
 from holdfast.spec.json_parsing import parse_json
 from holdfast.spec.load import dump_written
@@ -266,6 +267,20 @@ def as_it_ran(store: Store, record: Record) -> Record:
 def sweep_records(store: Store) -> list[Record]:
     """The submissions of sweeps in the store."""
     return _records(store, (f"{SWEEPS}{name}" for name in store.folders(SWEEPS)))
+
+
+def find_submission(store: Store, run: str, spec: Spec) -> Record | None:
+    """A submission that runs `spec` as the run `run`: its own, or one of a sweep with it as a trial. Those with code
+    from this machine come first."""
+    own = find_record(store, run)
+    if own is not None and own.request.spec == spec:
+        return own
+    found = [record for record in sweep_records(store) if _has_trial(record.request, spec)]
+    return next((record for record in found if is_submitted(record.request.executed)), found[0] if found else None)
+
+
+def _has_trial(request: RunRequest, spec: Spec) -> bool:
+    return any(request.spec.with_overrides(changes) == spec for changes in request.trials)
 
 
 def _records(store: Store, folders: Iterable[str]) -> list[Record]:
