@@ -64,8 +64,3 @@ def clear_request(store: Store, run_id: str) -> None:
 def trace_key(run_id: str, attempt: int, first: int, last: int) -> str:
     """The key of the trace of some steps, as computed by an attempt."""
     return layout.run(run_id, f"profiles/{first:09d}-{last:09d}.{attempt:06d}.trace.json.gz")
-
-
-def table_key(trace: str) -> str:
-    """The key of the table of the most expensive operations of a trace."""
-    return trace.removesuffix(".trace.json.gz") + ".txt"

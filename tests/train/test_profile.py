@@ -17,6 +17,7 @@ import torch
 
 from holdfast.checkpoint import Attempt
 from holdfast.engines.interface import StepOutput
+from holdfast.pipelines.view.profiles import ON_PROCESSOR, operations
 from holdfast.rank.measure import profile
 from holdfast.rank.measure.phase_ranges import NVTX_VARIABLE, requested_ranges
 from holdfast.rank.measure.profile import Profiler
@@ -25,7 +26,7 @@ from holdfast.spec.errors import PreemptedError, SpecError
 from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import phases, read_events, recording
 from holdfast.telemetry.events import Event, ProfileSaved, WarningIssued
-from holdfast.telemetry.profiles import Window, ask, pending_request, table_key
+from holdfast.telemetry.profiles import Window, ask, pending_request
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, _train_all, identity_of, trained
 from tests.train.tiny_run import new_store, tiny_spec
@@ -67,7 +68,9 @@ def test_the_requested_steps_are_in_the_trace_and_the_request_is_removed(
     assert (event.first, event.last) == steps
     trace = json.loads(gzip.decompress(store.get(event.key)))
     assert sum(event.get("name") == "aten::mm" for event in trace["traceEvents"]) == 2
-    assert "aten::mm" in store.get(table_key(event.key)).decode()
+    (products,) = (one for one in operations(store.get(event.key), ON_PROCESSOR) if one.name == "aten::mm")
+    assert products.calls == 2
+    assert 0 < products.own < products.total  # it calls others
     assert pending_request(store, RUN) is None
 
 
@@ -91,6 +94,33 @@ def test_a_failing_or_preempted_rank_does_not_wait_for_its_trace(store: Store) -
     assert profiler._writing is None
     (event,) = reported(store)
     assert "the profile of steps 3 to 9 is lost: the run was left" in event.text
+
+
+@pytest.mark.parametrize("reported_in_time", [True, False])
+def test_a_trace_that_is_being_written_when_a_rank_is_preempted_is_reported_saved_or_lost(
+    store: Store, monkeypatch: pytest.MonkeyPatch, reported_in_time: bool
+) -> None:
+    monkeypatch.setattr(profile, "HURRY_SECONDS", 60.0 if reported_in_time else 0.0)
+    written = threading.Event()
+    upload = store.upload
+
+    def slow(*arguments: Any) -> Any:
+        assert written.wait(60)
+        return upload(*arguments)
+
+    monkeypatch.setattr(store, "upload", slow)
+    ask(store, RUN, Window.of("3-4"))
+    profiler = Profiler(store, Attempt(RUN, 7), active=True)
+    with recording(store, RUN, "rank 0"), pytest.raises(PreemptedError), profiler:
+        train_with(profiler, range(1, 7))
+        threading.Timer(0.1 if reported_in_time else 0.0, written.set if reported_in_time else int).start()
+        raise PreemptedError("reported to leave")
+    (event,) = reported(store)
+    if reported_in_time:
+        assert isinstance(event, ProfileSaved)
+    else:
+        assert "a profile is lost: the rank ended before its trace was written" in event.text
+    written.set()
 
 
 def test_a_profiler_that_fails_to_start_does_not_stop_training(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,7 +174,7 @@ def test_a_profile_changes_no_bit(tmp_path: Path) -> None:
     assert trained(store, spec, "profiled") == trained(store, spec)
     traces = [info.key for info in store.list(layout.run(identity_of(spec, "profiled"), "profiles/"))]
     name = "000000002-000000006.000001"
-    assert [key.rsplit("/", 1)[1] for key in traces] == [f"{name}.trace.json.gz", f"{name}.txt"]
+    assert [key.rsplit("/", 1)[1] for key in traces] == [f"{name}.trace.json.gz"]
 
 
 def test_no_range_begins_without_a_profile(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

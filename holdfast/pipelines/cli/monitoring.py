@@ -131,15 +131,15 @@ def profile(
 
     Example: holdfast profile 3f2a --steps 100-110
     """
+    from holdfast.pipelines.view.profiles import print_operations
     from holdfast.pipelines.view.summary import place
-    from holdfast.telemetry.profiles import table_key
 
     handle = api.Run(run, store)
     key = handle.profile(steps, wait=wait)
     if as_json:
         print_json({"run_id": handle.id, "steps": steps, "trace": key and place(handle.store, key)})
     elif key:
-        out(handle.store.get(table_key(key)).decode())
+        print_operations(handle.store, key)
         out(f"trace: {place(handle.store, key)}")
     else:
         out(f"requested from run {handle.id}; `holdfast show {handle.id[:8]}` shows the trace once it is saved")

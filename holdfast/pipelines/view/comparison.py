@@ -34,10 +34,10 @@ def find_comparison(store: Store, wanted: str) -> Comparison:
 
 def print_comparison(console: Console, found: Comparison, store: Store) -> None:
     """Print the comparison as a table, the best trial first, and the failed trials below it."""
-    from rich.table import Table
+    from rich.table import Column, Table
 
     blessed = found.best.word == BLESSED
-    table = Table("", "changes", *found.columns, "verdict", "run")
+    table = Table("", *(Column(title, overflow="fold") for title in ("changes", *found.columns, "verdict", "run")))
     for row in found.rows:
         mark = "best" if blessed and row == found.best else ""
         table.add_row(mark, "\n".join(row.changes), *row.shown, row.word.replace("_", " "), row.run_id)

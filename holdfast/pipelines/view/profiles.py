@@ -1,16 +1,30 @@
-"""Wait for a requested profile."""
+"""Wait for a requested profile, and the operations of its trace that took longest."""
 
 from __future__ import annotations
 
+import gzip
+import io
 import time
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from holdfast.spec.errors import MissingError
-from holdfast.store import Store
+from rich.table import Table
+
+from holdfast.pipelines.view.terminal import SafeConsole
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.spec.json_parsing import parse_json_object
+from holdfast.store import Store, read_bounded
 from holdfast.telemetry.event_log import StoreEvents
 from holdfast.telemetry.events import AttemptBegan, LaunchBegan, LaunchEnded, ProfileSaved, WarningIssued
 
 POLL_SECONDS = 1.0
 SILENT_SECONDS = 900.0  # without events before giving up; first steps may compile
+MOST_BYTES = 2**31  # of a trace that is read here; compressed a tenth of it
+ROWS = 20  # operations that are shown
+ON_ACCELERATOR = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # categories of events in the trace
+ON_PROCESSOR = frozenset({"cpu_op"})
 
 
 def wait_for_trace(store: Store, run_id: str, begun: float, silent: float = SILENT_SECONDS) -> str:
@@ -42,3 +56,78 @@ def wait_for_trace(store: Store, run_id: str, begun: float, silent: float = SILE
                 f"{run_id[:8]}` says whether it still trains"
             )
         time.sleep(POLL_SECONDS)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation of a trace. Times are microseconds, summed over its calls."""
+
+    name: str
+    calls: int
+    own: float  # without the operations that it calls
+    total: float
+
+
+def operations(trace: bytes, categories: frozenset[str]) -> list[Operation]:
+    """The operations of these categories in a compressed trace of torch's profiler, the longest own time first.
+
+    Raises DataError if it is damaged, or larger than MOST_BYTES.
+    """
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(trace)) as stream:
+            text = stream.read(MOST_BYTES + 1)
+        if len(text) > MOST_BYTES:
+            raise DataError(
+                f"a trace of more than {MOST_BYTES >> 30} GiB has no table; open it in https://ui.perfetto.dev"
+            )
+        events = [
+            event
+            for event in parse_json_object(text, "the trace", finite=False)["traceEvents"]
+            if event.get("cat") in categories
+        ]
+        threads: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
+        for event in events:
+            if event["ph"] == "X":
+                threads.setdefault((event["pid"], event["tid"]), []).append(event)
+        sums: dict[str, list[float]] = {}
+        for thread in threads.values():
+            _add_times(thread, sums)
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"the trace is damaged: {error}") from None
+    found = [Operation(name, int(calls), own, total) for name, (calls, own, total) in sums.items()]
+    return sorted(found, key=lambda operation: (-operation.own, operation.name))
+
+
+def _add_times(events: Iterable[Mapping[str, Any]], sums: dict[str, list[float]]) -> None:
+    """Add calls, own and total time by name. Events of one thread contain each other or are apart."""
+    open_calls: list[tuple[float, list[float]]] = []  # end of each, and the sums of its name
+    for event in sorted(events, key=lambda event: (event["ts"], -event["dur"])):
+        start, seconds = float(event["ts"]), float(event["dur"])
+        while open_calls and open_calls[-1][0] <= start:
+            open_calls.pop()
+        if open_calls:
+            open_calls[-1][1][1] -= seconds
+        of_name = sums.setdefault(str(event["name"]), [0, 0.0, 0.0])
+        for place, amount in enumerate((1, seconds, seconds)):
+            of_name[place] += amount
+        open_calls.append((start + seconds, of_name))
+
+
+def print_operations(store: Store, key: str) -> None:
+    """Print what took longest in the trace at `key`: on the accelerator, if it has any, and on the processor."""
+    trace = read_bounded(store, key, MOST_BYTES // 10)
+    for place, categories in (("accelerator", ON_ACCELERATOR), ("processor", ON_PROCESSOR)):
+        if found := operations(trace, categories):
+            _print(place, found)
+
+
+def _print(place: str, found: Sequence[Operation]) -> None:
+    console, every = SafeConsole(), sum(operation.own for operation in found)
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for title in (f"on the {place}", "calls", "own time", "share", "with what it calls"):
+        is_name = title.startswith("on")
+        table.add_column(title, justify="left" if is_name else "right", overflow="fold")
+    for operation in found[:ROWS]:
+        times = (f"{operation.own / 1e3:,.2f} ms", f"{100 * operation.own / max(every, 1e-9):.1f} %")
+        table.add_row(operation.name, f"{operation.calls:,}", *times, f"{operation.total / 1e3:,.2f} ms")
+    console.print(table)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import difflib
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,6 +45,7 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.In: lambda one, other: one in other,
     ast.NotIn: lambda one, other: one not in other,
 }
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -142,8 +144,11 @@ class _Condition:
             return [self._literal(each, values) for each in node.elts]
         if (name := _dotted(node)) is not None:
             return values.get(name) if name in self._known else _WORDS.get(name.lower(), name)
+        source = ast.get_source_segment(self._text.strip(), node) or ""
+        if isinstance(node, ast.BinOp) and _NAME.fullmatch(source):  # Python reads `a-b` as a difference
+            return source
         message = "is no value"
-        raise self._refused(node.col_offset + 1, message, "put text with other characters in quotes: tag == 'a-b'")
+        raise self._refused(node.col_offset + 1, message, "put text with other characters in quotes: tag == 'a b'")
 
     def _refused(self, column: int, message: str, remedy: str) -> UsageError:
         return UsageError(f"{self._text.strip()!r}, position {column}: {message}", "--where", remedy)

@@ -93,7 +93,10 @@ def next_commands(store: Store, record: RunRecord) -> list[str]:
     prompts = record.spec.get("evaluation", {}).get("prompts") or ["Once upon a time"]
     prompt = " ".join(str(prompts[0]).split()) or "Once upon a time"
     store_option = [] if open_store(store_url()).url == store.url else ["--store", store.url]
-    use = ["checkpoints", "list", short] if record.is_script else ["models", "generate", short, prompt]
+    talks = (record.spec.get("data") or {}).get("kind", "text") != "text"
+    use = ["chat", short] if talks else ["models", "generate", short, prompt]
+    if record.is_script:
+        use = ["checkpoints", "list", short]
     commands = [["show", short, *store_option], ["ui"]]
     if not record.is_script or record.step:  # a script without a session has no checkpoint
         commands.insert(0, [*use, *store_option])

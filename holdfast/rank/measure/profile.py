@@ -6,8 +6,10 @@ steps. The trace is written and uploaded while training continues. Profiles chan
 
 from __future__ import annotations
 
+import gzip
 import logging
 import math
+import shutil
 import threading
 import time
 from collections.abc import Mapping
@@ -26,11 +28,12 @@ from holdfast.store import Store
 from holdfast.telemetry import emit, phases
 from holdfast.telemetry.events import ProfileSaved, WarningIssued
 from holdfast.telemetry.phases import RangeMarker
-from holdfast.telemetry.profiles import Window, clear_request, pending_request, table_key, trace_key
+from holdfast.telemetry.profiles import Window, clear_request, pending_request, trace_key
 
 LOOK_SECONDS = 5.0  # between two polls for a request
 LEAVE_SECONDS = 60.0  # for a trace that is being written when the run ends
-ROWS = 40  # of the table
+HURRY_SECONDS = 2.0  # the same when the rank is stopped or fails
+READ_BYTES = 2**20
 
 log = logging.getLogger("holdfast.train")
 
@@ -78,15 +81,17 @@ class Profiler:
         self.close(in_time=kind is None)
 
     def close(self, *, in_time: bool = True) -> None:
-        """Wait for a trace that is being written, if `in_time`. A rank that must stop has a grace period, and a failed
-        rank has peers that wait, so neither waits."""
+        """Wait for a trace that is being written: a minute if `in_time`. A rank that must stop has a grace period, and
+        a failed rank has peers that wait, so these wait two seconds."""
         if self._profile is not None and self._window is not None:
             self._end(self._profile, self._window, keep=in_time)
         self._closed = True
         self._look_now.set()
         for thread in (self._writing, self._clearing):
-            if thread is not None and in_time:
-                thread.join(LEAVE_SECONDS)
+            if thread is not None:
+                thread.join(LEAVE_SECONDS if in_time else HURRY_SECONDS)
+        if self._is_writing():
+            emit(WarningIssued(message="a profile is lost: the rank ended before its trace was written"))
 
     def _is_writing(self) -> bool:
         return self._writing is not None and self._writing.is_alive()
@@ -145,12 +150,12 @@ class Profiler:
         key = trace_key(self._attempt.run_id, self._attempt.number, window.first, window.last)
         try:
             with temporary_folder("profile") as folder:
-                path = Path(folder) / "trace.json.gz"
-                taken.export_chrome_trace(str(path))
-                self._store.upload(path, key)
-            order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-            table = taken.key_averages().table(sort_by=order, row_limit=ROWS)
-            self._store.put(table_key(key), table.encode())
+                plain, compressed = Path(folder, "trace.json"), Path(folder, "trace.json.gz")
+                # Neither call holds the interpreter's lock, as torch's table of the operations does for a minute.
+                taken.export_chrome_trace(str(plain))
+                with plain.open("rb") as trace, gzip.open(compressed, "wb", compresslevel=1) as file:
+                    shutil.copyfileobj(trace, file, READ_BYTES)
+                self._store.upload(compressed, key)
             emit(ProfileSaved(first=window.first, last=window.last, key=key))
         except (HoldfastError, OSError, RuntimeError) as error:
             self._lost(window, error)

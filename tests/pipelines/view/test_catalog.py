@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from holdfast.pipelines.backends.record import Record, find_record
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.view.catalog import all_runs, find_run, read_run, some_runs
+from holdfast.pipelines.view.summary import next_commands
 from holdfast.spec.errors import MissingError
 from holdfast.store import Store, layout, open_store
 from holdfast.store.interface import ObjectInfo
@@ -187,3 +188,24 @@ def test_a_submission_is_found_by_its_id_its_name_and_what_the_backend_calls_it(
         assert run_record is not None, wanted
         assert run_record.id == "workflow-x"
     assert find_record(folder_store, "none") is None
+
+
+@pytest.mark.parametrize(
+    ("spec", "command"),
+    [
+        ({"data": {"kind": "text"}}, "holdfast models generate aaaa 'Once upon a time'"),
+        (
+            {"data": {"kind": "text"}, "evaluation": {"prompts": ["Two\nlines"]}},
+            "holdfast models generate aaaa 'Two lines'",
+        ),
+        ({"data": {"kind": "chat"}}, "holdfast chat aaaa"),
+        ({"data": {"kind": "unpaired"}}, "holdfast chat aaaa"),
+        ({"data": None, "train": {"script": "train.py"}}, "holdfast checkpoints list aaaa"),
+    ],
+)
+def test_the_next_command_is_one_that_suits_what_was_trained(
+    folder_store: Store, monkeypatch: pytest.MonkeyPatch, spec: dict[str, Any], command: str
+) -> None:
+    monkeypatch.setenv("HOLDFAST_STORE", folder_store.url)
+    write(folder_store, "aaaa", "good", run=json.dumps({"spec": {"name": "good", **spec}, "dataset_id": "d"}).encode())
+    assert next_commands(folder_store, read_run(folder_store, "aaaa"))[0] == command
