@@ -111,20 +111,23 @@ def test_exited_ranks_of_a_node_are_no_longer_reported_to_its_peers(
 
 
 # A rank with many threads, each with a deep stack: the stack of the main thread is written last. Another thread
-# may write it: that thread gets a signal which the main thread blocks at the moment of its arrival.
+# may write it: that thread gets a signal which the main thread blocks at the moment of its arrival. The other threads
+# enter and leave no function meanwhile: faulthandler may not read frames that change.
 CROWDED = """
-import faulthandler, os, signal, sys, threading
+import faulthandler, os, queue, signal, sys, threading
 def wait(depth):
     if depth:
         wait(depth - 1)
-    ready.wait()
-    threading.Event().wait()
-ready = threading.Barrier(51)
+    parked.put(None)
+    held.acquire()
+parked, held = queue.SimpleQueue(), threading.Lock()
+held.acquire()
 stacks = open(sys.argv[1], "wb", buffering=0)
 faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
 for _ in range(50):
     threading.Thread(target=wait, args=[20], daemon=True).start()
-ready.wait()
+for _ in range(50):
+    parked.get()
 if sys.argv[2] == "another":
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
 print("ready", flush=True)
