@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from holdfast.search.method import DEFAULT_REDUCTION, Search, random_trials
 from holdfast.search.space import split_values
-from holdfast.spec import Spec, SpecError, dump_spec
+from holdfast.spec import Spec, SpecError, dump_spec, run_id
 from holdfast.spec.errors import Problem, require_package
 
 MAX_TRIALS = 64
@@ -68,14 +68,20 @@ def _require_searchable(field: str) -> None:
 
 def _require_distinct(spec: Spec, trials: Trials, shown: str) -> None:
     specs = [_trial(spec, trial) for trial in trials]
-    if len(set(specs)) < len(specs):
+    if len(set(map(dump_spec, specs))) < len(specs):
         _refuse(shown, "names the same trial twice", "give each value, and each field, once")
+    first: dict[str, tuple[str, ...]] = {}
+    for trial, changes in zip(specs, trials, strict=True):
+        other = first.setdefault(run_id(trial, dataset_id=""), changes)
+        if other is not changes:
+            message = f"{', '.join(other)} and {', '.join(changes)} would be one run: they change no bit of the model"
+            _refuse(shown, message, "sweep over fields of model and training that do")
 
 
-def _trial(spec: Spec, changes: Sequence[str]) -> str:
+def _trial(spec: Spec, changes: Sequence[str]) -> Spec:
     """The spec of a trial. Its problems name --over."""
     try:
-        return dump_spec(spec.with_overrides(changes))
+        return spec.with_overrides(changes)
     except SpecError as error:
         problems = [
             replace(problem, place="--over") if problem.place == "--set" else problem for problem in error.problems

@@ -291,10 +291,12 @@ def _print_rank(run: str, rank: RankOptions, where: BackendOptions, follow: bool
     opened_store = open_chosen(where.store)
     run_id = find_run(opened_store, run).run_id
     running = (lambda: is_active(*api.find_backend(run, where.location))) if follow else None
-    for line in rank_lines(
-        opened_store, run_id, rank.rank or 0, attempt=rank.attempt, launch=rank.launch, running=running
-    ):
+    printed, number = False, rank.rank or 0
+    for line in rank_lines(opened_store, run_id, number, attempt=rank.attempt, launch=rank.launch, running=running):
+        printed = True
         out(line)
+    if not printed:
+        err(f"note: rank {number} of run {run_id} has printed nothing yet; --follow waits for its lines")
 
 
 def stop(run: RunName, where: BackendOptions, as_json: AsJson = False) -> None:

@@ -79,6 +79,8 @@ def test_on_argo_the_best_is_registered_with_what_it_changed() -> None:
         (["data.validation_fraction=0.1,0.2"], "same for all trials"),
         (["training.steps=many,200"], "--over: training.steps: .*a whole number"),
         (["training.optimizer.learning_rate=1e-3,0.001"], "same trial twice"),
+        (["checkpoint.every_steps=5,10"], "every_steps=5 and checkpoint.every_steps=10 would be one run"),
+        (["training.seed=1,2", "parallel.strategy=ddp,fsdp"], "would be one run: they change no bit of the model"),
         (["training.stepz=1,2"], "stepz"),
     ],
 )

@@ -17,6 +17,7 @@ from holdfast.pipelines.view.summary import next_commands
 from holdfast.spec.errors import MissingError
 from holdfast.store import Store, layout, open_store
 from holdfast.store.interface import ObjectInfo
+from holdfast.telemetry.rank_logs import RankLog, new_stream
 from holdfast.telemetry.run_metadata import mark_name
 from tests.protocol.bucket import Bucket, MemoryStore
 
@@ -209,3 +210,13 @@ def test_the_next_command_is_one_that_suits_what_was_trained(
     monkeypatch.setenv("HOLDFAST_STORE", folder_store.url)
     write(folder_store, "aaaa", "good", run=json.dumps({"spec": {"name": "good", **spec}, "dataset_id": "d"}).encode())
     assert next_commands(folder_store, read_run(folder_store, "aaaa"))[0] == command
+
+
+def test_a_silent_rank_is_named_as_silent(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_STORE", folder_store.url)
+    write(folder_store, "aaaa", "good")
+    log = RankLog(lambda: folder_store, "aaaa", new_stream(rank=2, launch=1, pid=7))
+    log.flush()
+    result = CliRunner().invoke(app, ["logs", "aaaa", "--rank", "2"])
+    assert (result.exit_code, result.stdout) == (0, "")
+    assert "rank 2 of run aaaa has printed nothing yet" in result.stderr
