@@ -179,7 +179,8 @@ def place_problems(problems: Iterable[Problem], path: Path, overrides: Iterable[
 
 def written_spec(spec: Spec) -> dict[str, Any]:
     """The fields that a person gave, without defaults; `parse_spec` reads them back to an equal spec."""
-    return spec.model_dump(mode="json", exclude_unset=True)
+    tree = spec.model_dump(mode="json", exclude_unset=True)
+    return {name: value for name, value in tree.items() if name != "data" or value}  # empty for a script without data
 
 
 def dump_written(spec: Spec) -> str:

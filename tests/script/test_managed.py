@@ -33,6 +33,7 @@ from holdfast.script.process import _failure
 from holdfast.script.tree import StateError
 from holdfast.spec import ExitCode, Spec, parse_spec
 from holdfast.spec.errors import DivergedError, MissingError, PlanChangedError, SpecError
+from holdfast.spec.load import dump_spec, dump_written
 from holdfast.store import Store, layout
 from holdfast.telemetry import phases, read_events, read_history, recording
 from holdfast.telemetry.run_metadata import write_run_metadata
@@ -417,6 +418,8 @@ def test_a_script_that_cannot_run_is_refused_where_its_spec_is_read(
 def test_a_spec_with_a_script_survives_its_own_dump() -> None:
     spec = parse_spec({"name": "script", "train": {"script": "train.py"}, "parallel": {"processes": 3}})
     assert parse_spec(spec.model_dump(mode="json")) == spec
+    assert parse_spec(dump_written(spec)) == spec
+    assert parse_spec(dump_written(parse_spec(dump_spec(spec)))) == spec, "as a fork is submitted"
     assert spec.with_overrides({"parallel.processes": 2}).parallel.processes == 2
 
 
