@@ -9,25 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from holdfast.corpus.chat import (
-    MAX_CONFIG_BYTES,
-    MAX_TEMPLATE_BYTES,
-    ChatTemplate,
-    ConversationError,
-    specials_of,
-    templates_of,
-)
+from holdfast.corpus.chat import ChatTemplate, ConversationError
+from holdfast.corpus.model_template import find_turn_end, read_model_template
 from holdfast.model.decoder import Decoder
-from holdfast.model.files import Files, read_bytes
+from holdfast.model.files import Files
 from holdfast.model.hugging_face import load_exported
 from holdfast.rendering.process import TemplateLimitError
 from holdfast.spec.errors import DataError
-from holdfast.spec.json_parsing import parse_json_object
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-PROBE = "an answer"  # an answer whose end shows how the template ends a turn
 
 
 class PromptError(DataError):
@@ -118,27 +109,6 @@ class AnsweringModel:
 
     def _find_turn_ends(self) -> Ends:
         """What the template writes after an answer: a token, or else a text. The end of text also ends an answer."""
-        tokens = self.text_ends.tokens
-        messages = [{"role": "user", "content": PROBE}, {"role": "assistant", "content": PROBE}]
-        try:
-            ending = self._render({"messages": messages}).rpartition(PROBE)[2].strip()
-        except PromptError:
-            return Ends(tokens)
-        ids = self.tokenizer.encode(ending, add_special_tokens=False).ids
-        added = self.tokenizer.get_added_tokens_decoder()
-        if ids and ids[0] in added and added[ids[0]].special:
-            return Ends(tokens | {ids[0]})
-        return Ends(tokens, (ending,) if ending else ())
-
-
-def read_model_template(files: Files) -> ChatTemplate | None:
-    """The chat template of a model in the Hugging Face layout, or None. Raises DataError."""
-    raw = read_bytes(files, "tokenizer_config.json", MAX_CONFIG_BYTES)
-    settings = {} if raw is None else parse_json_object(raw, f"{files.where}/tokenizer_config.json", finite=False)
-    templates = templates_of(settings)
-    if (text := read_bytes(files, "chat_template.jinja", MAX_TEMPLATE_BYTES)) is not None:
-        templates["default"] = text.decode(errors="replace")
-    if "default" not in templates:
-        return None
-    named = {"tool_use": templates["tool_use"]} if "tool_use" in templates else {}
-    return ChatTemplate(templates["default"], specials_of(settings), named, f"of {files.where}")
+        assert self.template is not None
+        tokens, end = self.text_ends.tokens, find_turn_end(self.template, self.tokenizer)
+        return Ends(tokens if end.token is None else tokens | {end.token}, () if end.text is None else (end.text,))

@@ -7,7 +7,7 @@ Hugging Face layout.
 # ruff: noqa: N806 - shape suffixes are upper case
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -24,9 +24,17 @@ ONE_THREAD_PARAMETERS = 20_000_000  # below this, one core reads the weights in 
 
 
 def generate(
-    decoder: Decoder, tokenizer: Tokenizer, prompt: str, *, tokens: int, temperature: float = 0.8, seed: int = 0
+    decoder: Decoder,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float = 0.8,
+    seed: int = 0,
+    ends: Collection[int] = (),
 ) -> str:
-    """The model's continuation of `prompt`: at most `tokens` tokens, fewer if the model ends the text.
+    """The model's continuation of `prompt`: at most `tokens` tokens, fewer if the model ends the text, or writes one of
+    the tokens `ends`.
 
     Temperature 0 takes the likeliest token. An empty prompt begins a new text. Of a prompt longer than the context, the
     end is used. Raises DataError for an empty prompt if the model has no end-of-text token.
@@ -41,7 +49,7 @@ def generate(
     generated: list[int] = []
     with fitting_threads(decoder):
         for token in sample(decoder, prompt_ids, temperature=temperature, seed=seed):
-            if len(generated) == tokens or token == decoder.end_of_text or token in decoder.stops:
+            if len(generated) == tokens or token == decoder.end_of_text or token in (*decoder.stops, *ends):
                 break
             generated.append(token)
     return tokenizer.decode(prompt_ids + generated)[len(tokenizer.decode(prompt_ids)) :]

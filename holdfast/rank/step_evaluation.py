@@ -23,6 +23,7 @@ import torch
 from holdfast.checkpoint import Attempt, Checkpoint, Checkpointer, open_checkpoint
 from holdfast.checkpoint.retention import list_pins, pin, unpin
 from holdfast.collectives import Gang
+from holdfast.corpus.chat import ChatTemplate
 from holdfast.corpus.encode import load_tokenizer
 from holdfast.dataset import Dataset
 from holdfast.engines.assignment import Assignment
@@ -34,7 +35,8 @@ from holdfast.model.decoder import Decoder
 from holdfast.rank.state_loading import StateLoader
 from holdfast.scoring.evaluations import BEST, StepScores, find_scores, write_scores
 from holdfast.scoring.score import score
-from holdfast.scoring.tasks import find_task, score_tasks
+from holdfast.scoring.task_files import find_task
+from holdfast.scoring.tasks import score_tasks
 from holdfast.spec.errors import MissingError
 from holdfast.spec.operations import Evaluation
 from holdfast.store import Store
@@ -143,7 +145,7 @@ def measure_checkpoint(store: Store, dataset: Dataset, spec: Assignment, device:
             rows = dataset.validation(spec.model.context, settings.max_tokens, every_answer=decoder.score is not None)
             measured = score(decoder, rows, dataset.token_bytes(), document_masks=spec.document_masks)
             tokenizer = load_tokenizer(dataset.tokenizer_json())
-            scored = score_tasks(decoder, tokenizer, tasks)
+            scored = score_tasks(decoder, tokenizer, tasks, template_of(dataset))
         scores = StepScores(
             step=step,
             state_digest=checkpoint.manifest.state_digest,
@@ -156,6 +158,12 @@ def measure_checkpoint(store: Store, dataset: Dataset, spec: Assignment, device:
     log.info("%s", event.text)
     emit(event)
     return scores
+
+
+def template_of(dataset: Dataset) -> ChatTemplate | None:
+    """The chat template of a dataset of conversations, or None."""
+    chat = dataset.manifest.chat or {}
+    return ChatTemplate(chat["text"], chat.get("specials") or {}) if chat.get("text") else None
 
 
 def keep_best(store: Store, attempt: Attempt, step: int) -> None:

@@ -18,9 +18,9 @@ __all__ = ["Measured", "Verdict", "key_against", "reached_against", "require_tas
 
 
 def require_tasks(tasks: Sequence[Task], context: int) -> None:
-    """Check the tasks of a spec, for a model of this context. See `tasks`. Raises MissingError or DataError for a task
-    that cannot be scored."""
+    """Check the tasks of a spec, for a model of this context. See `task_files`. Raises MissingError or DataError for
+    a task that cannot be scored."""
     if tasks:
-        from holdfast.scoring import tasks as downstream
+        from holdfast.scoring import task_files
 
-        downstream.require_tasks(tasks, context)
+        task_files.require_tasks(tasks, context)

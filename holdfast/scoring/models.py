@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from holdfast.corpus.chat import ChatTemplate
+from holdfast.corpus.model_template import read_model_template
 from holdfast.dataset import Dataset
 from holdfast.dataset.vocabulary import bytes_of_tokens, prepended_bytes, vocabulary_size
 from holdfast.model.decoder import Decoder
@@ -17,7 +19,8 @@ from holdfast.model.exported import exported_files
 from holdfast.model.files import TOKENIZER_BYTES, read_bytes
 from holdfast.model.hugging_face import load_exported
 from holdfast.scoring.score import Tokens, own_metrics, retokenise, rewindow, score
-from holdfast.scoring.tasks import TaskFiles, score_tasks
+from holdfast.scoring.task_files import TaskFiles
+from holdfast.scoring.tasks import score_tasks
 from holdfast.scoring.verdict import Measured
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.operations import Metric
@@ -37,6 +40,7 @@ class ExportedModel:
     decoder: Decoder
     tokenizer: Tokenizer
     tokenizer_json: str
+    template: ChatTemplate | None = None
 
     @classmethod
     def load(cls, store: Store, export: str, devices: Sequence[torch.device], expected: str = "") -> ExportedModel:
@@ -46,7 +50,8 @@ class ExportedModel:
         """
         files = exported_files(store, export, expected)
         decoder, tokenizer = load_exported(files, devices)
-        return cls(decoder, tokenizer, (read_bytes(files, "tokenizer.json", TOKENIZER_BYTES) or b"").decode())
+        tokenizer_json = (read_bytes(files, "tokenizer.json", TOKENIZER_BYTES) or b"").decode()
+        return cls(decoder, tokenizer, tokenizer_json, read_model_template(files))
 
 
 def score_model(
@@ -74,7 +79,8 @@ def score_model(
         prepended_bytes=dataset.prepended_bytes(),
     )
     own = own_metrics(model.decoder, lambda: dataset.validation(context, max_tokens), metrics)
-    return scores.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks), "own": own})
+    scored = score_tasks(model.decoder, model.tokenizer, tasks, model.template)
+    return scores.model_copy(update={"tasks": scored, "own": own})
 
 
 def score_champion(
@@ -109,7 +115,8 @@ def score_champion(
         prepended_bytes=prepended_bytes(model.tokenizer_json, size),
     )
     own = own_metrics(model.decoder, lambda: _same_text(dataset, max_tokens, context, model)[0], metrics)
-    return scores.model_copy(update={"tasks": score_tasks(model.decoder, model.tokenizer, tasks), "own": own}), note
+    scored = score_tasks(model.decoder, model.tokenizer, tasks, model.template)
+    return scores.model_copy(update={"tasks": scored, "own": own}), note
 
 
 def _same_text(dataset: Dataset, max_tokens: int, context: int, model: ExportedModel) -> tuple[Iterator[Tokens], str]:

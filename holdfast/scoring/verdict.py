@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.spec.identity import digest
-from holdfast.spec.operations import Evaluation
+from holdfast.spec.operations import Evaluation, Task
 from holdfast.spec.tree import Spec
 
 if TYPE_CHECKING:
@@ -163,6 +163,9 @@ def settings_key(spec: Spec) -> str:
         del settings[name]
     for task in settings["tasks"]:
         del task["while_training"]
+        for name in ("filter", "chat_template", "system", "fewshot_as_multiturn"):
+            if task[name] == Task.model_fields[name].default:
+                del task[name]  # keys are older than the field
     key = {"version": EVALUATION_VERSION, "settings": settings, "registered_model": spec.registered_model}
     if spec.evaluation.command:
         key["code"] = spec.code  # what a command reaches is not known

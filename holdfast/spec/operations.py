@@ -30,7 +30,27 @@ class Task(Section):
     )
     shots: int = runtime_field(0, "Solved examples before each question.", ge=0, le=100)
     examples: int | None = runtime_field(None, "Number of questions, from the first. Default: all.", ge=1)
+    filter: str | None = runtime_field(
+        None, "The filter of the task file (`filter_list`) whose answers count. Default: the last one.", min_length=1
+    )
+    chat_template: bool = runtime_field(
+        False, "Ask through the model's chat template: the question is a user turn, the answer an assistant turn."
+    )
+    system: str | None = runtime_field(
+        None, "The system message, before a `description` of the task file. Needs `chat_template`.", min_length=1
+    )
+    fewshot_as_multiturn: bool = runtime_field(
+        True, "With `chat_template`: solved examples are turns. If false, they are in the turn of the question."
+    )
     while_training: bool = runtime_field(False, "Also score the task after each multiple of `evaluation.every_steps`.")
+
+    @property
+    def question(self) -> dict[str, object]:
+        """How the model is asked, other than by the task file and `shots`. Empty by default."""
+        asked: dict[str, object] = {} if self.filter is None else {"filter": self.filter}
+        if self.chat_template:
+            asked |= {"system": self.system, "fewshot_as_multiturn": self.fewshot_as_multiturn}
+        return asked
 
 
 class Metric(Function):

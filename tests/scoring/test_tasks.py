@@ -12,14 +12,9 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 from torch.utils import collect_env
 
-from holdfast.scoring.tasks import (
-    DATA_BYTES,
-    Content,
-    find_task,
-    likelihoods,
-    require_tasks,
-    score_tasks,
-)
+from holdfast.scoring.task_files import DATA_BYTES, Content, find_task, require_tasks
+from holdfast.scoring.task_model import likelihoods
+from holdfast.scoring.tasks import score_tasks
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.operations import Task
 from tests.model.tiny_model import decoder, export, shape, tokenizer_json
@@ -121,7 +116,9 @@ def test_the_digest_of_a_task_follows_its_content(tmp_path: Path) -> None:
     ("changes", "words"),
     [
         ({"dataset_path": "hellaswag"}, "local data are read by one of json"),
-        ({"include": "base.yaml"}, "`include` is not run here"),
+        ({"include": "../base.yaml"}, "only files in the folder of the task"),
+        ({"include": "task.yaml"}, r"task\.yaml includes task\.yaml, which includes"),
+        ({"fewshot_config": {"samples": "!x"}}, "fewshot_config may have sampler, split only"),
         ({"dataset_kwargs": {"data_files": {"test": "../secret.jsonl"}}}, "must lie next to the task file"),
         ({"dataset_kwargs": {"data_files": "https://example.com/a.jsonl"}}, "must lie next to the task file"),
         (

@@ -27,7 +27,7 @@ from holdfast.scoring.answers import score_answers
 from holdfast.scoring.device import scoring_devices
 from holdfast.scoring.models import ExportedModel, score_champion, score_model
 from holdfast.scoring.own import score_export
-from holdfast.scoring.tasks import TaskFiles, find_task
+from holdfast.scoring.task_files import TaskFiles, find_task
 from holdfast.scoring.verdict import Measured, Opponent, OwnFigures, Sample, Verdict
 from holdfast.spec.errors import DataError, MissingError, UnscorableChampionError, UserCodeError
 from holdfast.spec.tree import Spec

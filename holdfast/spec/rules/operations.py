@@ -80,6 +80,7 @@ def check_evaluation(spec: Spec) -> Iterator[Problem]:
                 f"is listed twice with the metric {question[1]}",
                 "keep one of them, because results are identified by task and metric",
             )
+    yield from _check_turns(spec)
     yield from _check_step_evaluation(spec)
     for name in ("sample_tokens", "temperature"):
         value = getattr(evaluation, name)
@@ -87,6 +88,23 @@ def check_evaluation(spec: Spec) -> Iterator[Problem]:
             yield Problem(
                 f"evaluation.{name}", value, "is not used without prompts", "remove it, or give evaluation.prompts"
             )
+
+
+def _check_turns(spec: Spec) -> Iterator[Problem]:
+    """Fields of a task in turns are used, and its model can have a chat template."""
+    for index, task in enumerate(spec.evaluation.tasks):
+        field = f"evaluation.tasks.{index}"
+        for name in ("system", "fewshot_as_multiturn"):
+            value = getattr(task, name)
+            if not task.chat_template and value != type(task).model_fields[name].default:
+                yield Problem(
+                    f"{field}.{name}", value, "is not used without a chat template", "set chat_template: true"
+                )
+        starts_plain = spec.data.kind == "text" and (task.while_training or spec.model.init_from is None)
+        if task.chat_template and starts_plain:
+            message = "needs a model with a chat template, and data.kind: text gives it none"
+            remedy = "use data.kind: chat" + (", or remove while_training" if task.while_training else "")
+            yield Problem(f"{field}.chat_template", True, message, remedy)
 
 
 def _check_step_evaluation(spec: Spec) -> Iterator[Problem]:

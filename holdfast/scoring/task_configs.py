@@ -1,0 +1,262 @@
+"""The YAML of downstream tasks: a task or a group, its `include` files, and the members of a group.
+
+Names in a group are those of the YAML files in its folder and below, as lm-evaluation-harness resolves them. Only plain
+YAML is read. What would download data or run code is refused.
+"""
+
+from __future__ import annotations
+
+import posixpath
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.spec.operations import Task
+from holdfast.store import Store
+
+PASSED_TESTS = "pass_at_1"  # our metric: the share of answers whose code passes the tests of the target
+# Metrics of the library itself. The library would look up any other name on the Hub and run what it finds.
+METRICS = (
+    *"""
+    acc acc_all acc_bytes acc_mutual_info acc_norm bits_per_byte bleu brier_score byte_perplexity chrf chrf++
+    exact_match f1 likelihood mcc perplexity ter word_perplexity
+    """.split(),
+    PASSED_TESTS,
+)
+LOADERS = ("json", "csv", "parquet", "text")  # loaders of `datasets` that read files and download nothing
+FOREIGN = ("class", "custom_dataset", "unsafe_code", "use_prompt")
+FEWSHOT = frozenset({"sampler", "split"})
+MEMBER = frozenset({"task", "group", "task_alias", "group_alias", "aggregate_metric_list", "metadata", "description"})
+GROUP = MEMBER | {"tag"}
+TEXT_BYTES = 2**20  # of a task file at most
+MAX_FILES = 2000  # YAML files in the folder of a group
+SUFFIXES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class TaskConfigs:
+    """The configurations of a task, or of a group and its members. `include` is resolved, and names of data files are
+    relative to the folder of the first file."""
+
+    name: str
+    tasks: tuple[dict[str, Any], ...]
+    groups: tuple[dict[str, Any], ...] = ()  # the one to score first
+    text: str = ""  # of the first file
+    others: Mapping[str, str] = field(default_factory=dict)  # the texts of all other files, by name
+
+    def identity(self) -> dict[str, Any]:
+        """What a digest of the files covers."""
+        return {"file": self.text, **({"files": dict(self.others)} if self.others else {})}
+
+
+def read_configs(store: Store, name: str, task: Task) -> TaskConfigs:
+    """Read the file `name` of a store, and the files that it refers to. Raises MissingError, and DataError for what
+    cannot be scored."""
+    reader = _Reader(store, task)
+    config = reader.read(name)
+    if "group" in config:
+        groups, tasks = reader.members(config)
+        title = str(config["group"])
+        _require_metric([entry["metric"] for entry in _aggregates(config, task.uri)], task)
+    else:
+        reader.require_task(config, task.uri)
+        groups, tasks, title = (), (config,), str(config["task"])
+        _require_metric([metric["metric"] for metric in config.get("metric_list") or ()], task)
+    others = {other: text for other, text in sorted(reader.used().items()) if other != name}
+    return TaskConfigs(title, tasks, groups, reader.texts[name], others)
+
+
+def _require_metric(metrics: list[str], task: Task) -> None:
+    if metrics and task.metric not in metrics:
+        raise DataError(f"evaluation.tasks: {task.uri} has no metric {task.metric!r}; it has {', '.join(metrics)}")
+
+
+def _aggregates(group: Mapping[str, Any], uri: str) -> list[dict[str, Any]]:
+    entries = group.get("aggregate_metric_list") or []
+    entries = [entries] if isinstance(entries, dict) else entries
+    if not isinstance(entries, list) or not all(
+        isinstance(e, dict) and isinstance(e.get("metric"), str) for e in entries
+    ):
+        raise DataError(
+            f"evaluation.tasks: {uri}: aggregate_metric_list is {entries!r:.80}; list entries with `metric`"
+        )
+    return entries
+
+
+class _Reader:
+    """Reads YAML files of one folder, each once."""
+
+    def __init__(self, store: Store, task: Task) -> None:
+        self._store, self._uri = store, task.uri
+        self.texts: dict[str, str] = {}
+        self._used: dict[str, set[str]] = {}  # the files behind each file that was read whole
+        self._needed: set[str] = set()
+
+    def read(self, name: str) -> dict[str, Any]:
+        """The configuration of a file with its includes. The digest covers it."""
+        config = self._merged(name, ())
+        self._needed |= self._used[name]
+        return config
+
+    def used(self) -> dict[str, str]:
+        """The texts of the files that take part."""
+        return {name: self.texts[name] for name in self._needed}
+
+    def members(self, group: dict[str, Any]) -> tuple[tuple[dict[str, Any], ...], tuple[dict[str, Any], ...]]:
+        """The groups and the tasks that a group reaches, itself first. Raises DataError for a name that no file has."""
+        files, tags = self._index()
+        groups, tasks = {str(group["group"]): group}, dict[str, dict[str, Any]]()
+        pending = list(self._names(group))
+        while pending:
+            name = pending.pop(0)
+            if name in tags:
+                pending += tags[name]
+            if name in groups or name in tasks or name in tags:
+                continue
+            if name not in files:
+                raise DataError(
+                    f"evaluation.tasks: {self._uri}: no file in its folder has the task or group {name!r}; nothing is "
+                    "downloaded, so put its file there"
+                )
+            config = self.read(files[name])
+            if "group" in config:
+                groups[name] = config
+                pending += self._names(config)
+            else:
+                self.require_task(config, files[name])
+                tasks[name] = config
+        if not tasks:
+            raise DataError(f"evaluation.tasks: {self._uri}: the group has no task; name tasks in its list `task`")
+        return tuple(groups.values()), tuple(tasks.values())
+
+    def require_task(self, config: dict[str, Any], where: str) -> None:
+        """Raise DataError for a task that would fetch something, or run code."""
+        if not isinstance(config.get("task"), str):
+            raise DataError(f"evaluation.tasks: {where} has no `task`, the name of the task")
+        for name in FOREIGN:
+            if config.get(name):
+                raise DataError(f"evaluation.tasks: {where}: `{name}` is not run here; write one whole task")
+        fewshot = config.get("fewshot_config") or {}
+        if not isinstance(fewshot, dict) or not set(fewshot) <= FEWSHOT:
+            raise DataError(f"evaluation.tasks: {where}: fewshot_config may have {', '.join(sorted(FEWSHOT))} only")
+        if config.get("dataset_path") not in LOADERS:
+            raise DataError(
+                f"evaluation.tasks: {where}: dataset_path is {config.get('dataset_path')!r}; local data are read by "
+                f"one of {', '.join(LOADERS)}, with dataset_kwargs: {{data_files: ...}}"
+            )
+        for metric in config.get("metric_list") or ():
+            if not isinstance(metric, dict) or metric.get("hf_evaluate") or metric.get("metric") not in METRICS:
+                raise DataError(
+                    f"evaluation.tasks: {where}: metric {metric!r} is none of the library's own, and another one "
+                    f"would be fetched and run; use one of {', '.join(METRICS)}"
+                )
+            if metric["metric"] == PASSED_TESTS and config.get("output_type") != "generate_until":
+                raise DataError(f"evaluation.tasks: {where}: {PASSED_TESTS} needs output_type: generate_until")
+        kwargs = config.get("dataset_kwargs") or {}
+        if set(kwargs) != {"data_files"} or not kwargs["data_files"]:
+            raise DataError(f"evaluation.tasks: {where}: dataset_kwargs must have data_files, and nothing else")
+
+    def _names(self, group: Mapping[str, Any]) -> Iterator[str]:
+        """The names that a group lists, also in groups that it defines itself."""
+        _aggregates(group, self._uri)
+        unknown = sorted(set(group) - GROUP)
+        if unknown:
+            raise DataError(
+                f"evaluation.tasks: {self._uri}: group {group.get('group')!r:.80} sets `{unknown[0]}`; set it in the "
+                f"files of its tasks. A group has {', '.join(sorted(GROUP))}"
+            )
+        members = group.get("task")
+        for member in members if isinstance(members, list) else [members]:
+            if isinstance(member, str):
+                yield member
+            elif isinstance(member, dict) and set(member) <= MEMBER and isinstance(member.get("group"), str):
+                yield from self._names(member) if "task" in member else [member["group"]]
+            elif isinstance(member, dict) and set(member) <= MEMBER and isinstance(member.get("task"), str):
+                yield member["task"]
+            else:
+                raise DataError(
+                    f"evaluation.tasks: {self._uri}: member {member!r:.80} of group {group.get('group')!r:.80}; name a "
+                    "task, a group or a tag of a file in this folder"
+                )
+
+    def _index(self) -> tuple[dict[str, str], dict[str, list[str]]]:
+        """The file of each task and group in the folder, and the tasks of each tag. Other files are ignored."""
+        names = [info.key for info in self._store.list("") if info.key.endswith(SUFFIXES) and info.size <= TEXT_BYTES]
+        if len(names) > MAX_FILES:
+            raise DataError(
+                f"evaluation.tasks: {self._uri}: {len(names):,} YAML files in its folder; {MAX_FILES} at most"
+            )
+        files, tags = dict[str, str](), dict[str, list[str]]()
+        for name in names:
+            try:
+                config = self._merged(name, ())
+            except (DataError, MissingError):
+                continue  # it may belong to something else; a needed name is then missing
+            title = config.get("group", config.get("task"))
+            if isinstance(title, str) and files.setdefault(title, name) != name:
+                raise DataError(f"evaluation.tasks: {self._uri}: {files[title]} and {name} both define {title!r}")
+            listed = config.get("tag") or ()
+            for tag in [listed] if isinstance(listed, str) else listed:
+                if isinstance(title, str) and "group" not in config:
+                    tags.setdefault(str(tag), []).append(title)
+        return files, tags
+
+    def _merged(self, name: str, above: tuple[str, ...]) -> dict[str, Any]:
+        """A file with its includes, whose keys it overrides."""
+        config = self._load(name)
+        self._used[name] = {name}
+        merged: dict[str, Any] = {}
+        includes = config.pop("include", None) or ()
+        for include in [includes] if isinstance(includes, str) else includes:
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(name), str(include)))
+            if path.startswith(("/", "..")) or "://" in str(include):
+                raise DataError(
+                    f"evaluation.tasks: {self._uri}: {name} includes {include!r:.200}; only files in the folder "
+                    "of the task, or below it, are read"
+                )
+            if path in (name, *above):
+                raise DataError(f"evaluation.tasks: {self._uri}: {name} includes {path}, which includes {name}")
+            merged |= self._merged(path, (name, *above))
+            self._used[name] |= self._used[path]
+        merged.pop("task_list", None)
+        return _relative(merged | config, posixpath.dirname(name)) if not above else merged | config
+
+    def _load(self, name: str) -> dict[str, Any]:
+        where = self._uri if self._uri.endswith(f"/{name}") or self._uri == name else f"{self._uri}: {name}"
+        if (info := self._store.stat(name)) is None:
+            raise MissingError(f"evaluation.tasks: there is no task file {where}")
+        if info.size > TEXT_BYTES:
+            raise DataError(
+                f"evaluation.tasks: {where} has {info.size:,} bytes, a task file has {TEXT_BYTES:,} at most"
+            )
+        raw = self._store.get(name)
+        try:
+            config = yaml.safe_load(raw)
+        except (yaml.YAMLError, ValueError) as error:  # ValueError: a number with thousands of digits
+            raise DataError(
+                f"evaluation.tasks: {where} is no plain YAML ({str(error).splitlines()[0]}): `!function` runs Python "
+                "that the file brings, so it is refused; write the prompt as a template"
+            ) from error
+        if not isinstance(config, dict):
+            raise DataError(f"evaluation.tasks: {where} has no `task`, the name of the task")
+        self.texts[name] = raw.decode(errors="backslashreplace")
+        return config
+
+
+def _relative(config: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The configuration with names of data files that are relative to the first file's folder."""
+    kwargs = config.get("dataset_kwargs")
+    if not folder or not isinstance(kwargs, dict) or "data_files" not in kwargs:
+        return config
+    return {**config, "dataset_kwargs": {**kwargs, "data_files": _joined(kwargs["data_files"], folder)}}
+
+
+def _joined(files: Any, folder: str) -> Any:
+    if isinstance(files, str):
+        return files if files.startswith("/") or "://" in files else f"{folder}/{files}"
+    if isinstance(files, dict):
+        return {split: _joined(entry, folder) for split, entry in files.items()}
+    return [_joined(entry, folder) for entry in files] if isinstance(files, list) else files
