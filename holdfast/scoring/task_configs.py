@@ -55,7 +55,7 @@ class TaskConfigs:
 def read_configs(store: Store, name: str, task: Task) -> TaskConfigs:
     """Read the file `name` of a store, and the files that it refers to. Raises MissingError, and DataError for what
     cannot be scored."""
-    reader = _Reader(store, task)
+    reader = _TaskReader(store, task)
     config = reader.read(name)
     if "group" in config:
         groups, tasks = reader.members(config)
@@ -86,7 +86,7 @@ def _aggregates(group: Mapping[str, Any], uri: str) -> list[dict[str, Any]]:
     return entries
 
 
-class _Reader:
+class _TaskReader:
     """Reads YAML files of one folder, each once."""
 
     def __init__(self, store: Store, task: Task) -> None:
