@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from holdfast.dataset import Dataset
     from holdfast.exchange import ImportedCheckpoint
 
-EXPORT_FORMATS = ("hf", "hf-ema", "dcp")
+EXPORT_FORMATS = ("hf", "hf-ema", "dcp", "deepspeed")
 IMPORT_FORMATS = ("hf", "dcp", "deepspeed")
 
 
@@ -113,8 +113,9 @@ def export_checkpoint(
 
     `hf`: the model, for transformers, into a folder or s3://… `hf-ema`: likewise, with the averages of
     `training.ema`. `dcp`: the whole state for torch, into a folder or s3://…
+    `deepspeed`: weights and moments as a universal checkpoint, into a folder.
     """
-    from holdfast.exchange import export_dcp, export_hugging_face, upload_dcp
+    from holdfast.exchange import export_dcp, export_hugging_face, export_universal, upload_dcp
     from holdfast.pipelines.paths import store_root
     from holdfast.store import open_store
 
@@ -127,6 +128,10 @@ def export_checkpoint(
             upload_dcp(source, open_store(store_root(destination)), tell)
         elif to == "dcp":
             export_dcp(source, Path(destination), tell)
+        elif to == "deepspeed":
+            if "://" in destination:
+                raise UsageError(f"{destination} is no folder", "FOLDER", "export it into a folder, and copy that")
+            export_universal(source, Path(destination), tell)
         else:
             spec, dataset = _described(opened_store, source.manifest.run_id, source.manifest.dataset_id)
             if to == "hf-ema":

@@ -15,6 +15,7 @@ from holdfast.exchange.import_checkpoint import ImportedCheckpoint, Source, Univ
 
 if TYPE_CHECKING:
     from holdfast.exchange.dcp import DistributedCheckpoint, export_dcp, upload_dcp
+    from holdfast.exchange.universal import export_universal
 
 __all__ = [
     "DistributedCheckpoint",
@@ -24,12 +25,15 @@ __all__ = [
     "UniversalCheckpoint",
     "export_dcp",
     "export_hugging_face",
+    "export_universal",
     "import_checkpoint",
     "upload_dcp",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "export_universal":
+        return getattr(import_module(f"{__name__}.universal"), name)
     if name not in ("DistributedCheckpoint", "export_dcp", "upload_dcp"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.dcp"), name)

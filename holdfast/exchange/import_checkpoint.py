@@ -183,7 +183,8 @@ def _groups(boxes: Iterator[TensorBox]) -> Iterator[list[TensorBox]]:
 # Each parameter has a folder `zero/<name>/` with `fp32.pt`, `exp_avg.pt` and `exp_avg_sq.pt`. They are read without
 # torch's loader (`torch_file`). So nothing is unpickled, and only the current rows of a tensor are in memory.
 
-_FILES = {"": "fp32.pt", MOMENTS[0]: "exp_avg.pt", MOMENTS[1]: "exp_avg_sq.pt"}
+LATEST_UNIVERSAL = "latest_universal"
+UNIVERSAL_FILES = {"": "fp32.pt", MOMENTS[0]: "exp_avg.pt", MOMENTS[1]: "exp_avg_sq.pt"}
 
 
 class UniversalCheckpoint:
@@ -191,7 +192,7 @@ class UniversalCheckpoint:
 
     def __init__(self, folder: Path) -> None:
         """Open the folder of one step, or a folder whose `latest_universal` names it. Raises MissingError."""
-        latest = folder / "latest_universal"
+        latest = folder / LATEST_UNIVERSAL
         if latest.is_file() and not (folder / "zero").is_dir():
             folder_name = read_file_bounded(latest, 4096).decode("utf-8", "replace").strip()
             folder = file_inside(folder, folder_name)
@@ -220,11 +221,11 @@ class UniversalCheckpoint:
         weight = name.removeprefix(moment)
         for parameter in (weight, f"module.{weight}"):
             folder = self._zero / parameter
-            if (folder / _FILES[moment]).is_file():
+            if (folder / UNIVERSAL_FILES[moment]).is_file():
                 break
         else:
             return None
-        path = file_inside(file_inside(self._zero, parameter), _FILES[moment])
+        path = file_inside(file_inside(self._zero, parameter), UNIVERSAL_FILES[moment])
         read = read_tensors(path)
         tensor = read.get("param") if isinstance(read, dict) else read
         if tensor is None:

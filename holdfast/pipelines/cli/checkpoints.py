@@ -36,6 +36,7 @@ class Target(StrEnum):
     HF = "hf"
     HF_EMA = "hf-ema"
     DCP = "dcp"
+    DEEPSPEED = "deepspeed"
 
 
 class Origin(StrEnum):
@@ -197,7 +198,7 @@ def export(
         Target,
         typer.Option(
             help="hf: the model, for transformers. hf-ema: likewise, with averaged weights. dcp: the whole state, for "
-            "torch's `dcp.load`."
+            "torch's `dcp.load`. deepspeed: weights and moments, as a universal checkpoint."
         ),
     ] = Target.HF,
     store: StoreRoot = "",
