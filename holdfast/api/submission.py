@@ -217,13 +217,14 @@ def preview(wanted: RunRequest, *, backend: str = "", options: ClusterOptions = 
 
 
 def check_preview(
-    objects: Sequence[dict[str, Any]], wanted: RunRequest, backend: str = "", namespace: str = ""
+    objects: Sequence[dict[str, Any]], wanted: RunRequest, backend: str = "", options: ClusterOptions = NO_OPTIONS
 ) -> Validated | None:
     """Check the objects of a preview, and those that steps would create later, against the cluster.
 
-    None for a backend without Kubernetes objects.
+    Of several contexts, the first one checks them. None for a backend without Kubernetes objects.
     """
-    if not objects or not capabilities_of(default_backend(backend)).kubernetes:
+    capabilities = capabilities_of(default_backend(backend))
+    if not objects or not capabilities.kubernetes:
         return None
     from holdfast.launch.emitters import objects_for, training_job
     from holdfast.pipelines.backends.validate import validate
@@ -236,7 +237,8 @@ def check_preview(
         later.append(inference_service(spec, f"{store.rstrip('/')}/export", {}))
     if spec.serving.deployment is not None:
         later += deployment(spec, store.rstrip("/"), "export/", "digest", {})
-    return validate([*objects, *later], namespace or spec.cluster.namespace)
+    context = options.endpoint or next(iter(spec.cluster.contexts), "") if capabilities.contexts else ""
+    return validate([*objects, *later], options.namespace or spec.cluster.namespace, context)
 
 
 def resume(run: str, *, at: Location = AS_RECORDED, replan: bool = False, console: Console | None = None) -> Submission:
@@ -400,7 +402,7 @@ def _recorded(made: tuple[RunStatus, bool], wanted: RunRequest, options: Cluster
     record_store = wanted.store or wanted.spec.store or os.environ.get("HOLDFAST_STORE", "")
     if not record_store and capabilities_of(status.backend).shared_folders:  # its jobs use the default one
         record_store = store_url()
-    error = keep_submission(status, wanted, options.endpoint, options.namespace, record_store)
+    error = keep_submission(status, wanted, options.endpoint or status.endpoint, options.namespace, record_store)
     return Submission(status, created, wanted, error, record_store)
 
 

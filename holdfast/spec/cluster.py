@@ -95,6 +95,7 @@ LabelKey = Annotated[
     str, StringConstraints(pattern=r"^([a-z0-9.-]{1,253}/)?[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")
 ]
 LabelValue = Annotated[str, StringConstraints(pattern=r"^([A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?)?$")]
+ContextName = Annotated[str, StringConstraints(pattern=r"^[^\x00-\x20\x7f-][^\x00-\x1f\x7f]{0,252}$")]
 # Every pod reads one ConfigMap and one Secret of its namespace. They are created once for each namespace.
 SETTINGS, SECRETS = "holdfast-settings", "holdfast-secrets"
 COLLECTIVE_TIMEOUT_MINUTES = 10.0
@@ -329,6 +330,12 @@ class Cluster(Section):
     )
     namespace: NamespaceName | None = runtime_field(
         None, "Kubernetes namespace. Default: the namespace of the pipeline run."
+    )
+    contexts: tuple[ContextName, ...] = runtime_field(
+        (),
+        "Contexts of the kubeconfig, in order: a run on Argo is submitted to the first one whose cluster takes it. "
+        "Default: the current context.",
+        max_length=16,
     )
     service_account: ObjectName | None = runtime_field(
         None, "Service account of the training pods. Default: the default account of the namespace."

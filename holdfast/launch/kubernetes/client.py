@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import urllib3
@@ -102,10 +103,12 @@ class Api:
         self._client = self._connect()
 
     @classmethod
-    def of_this_process(cls, namespace: str | None = None, patience: float = PATIENCE_SECONDS) -> Api:
-        """The server of this pod's cluster, else that of the kubeconfig. `namespace` defaults to theirs. Raises
-        NoClusterError if neither exists."""
-        return cls(load_configuration, namespace or own_namespace(), patience)
+    def of_this_process(
+        cls, namespace: str | None = None, patience: float = PATIENCE_SECONDS, context: str = ""
+    ) -> Api:
+        """The server of this pod's cluster, else that of the kubeconfig; of its `context`, if one is named. `namespace`
+        defaults to theirs. Raises NoClusterError if none exists."""
+        return cls(partial(load_configuration, context), namespace or own_namespace(context), patience)
 
     def within(self, namespace: str, patience: float | None = None) -> Api:
         """The same server in another namespace, or with another patience in seconds."""

@@ -1,6 +1,7 @@
 """Cluster and credentials of this process, the same for the launcher and for checks of the cluster.
 
-In a pod with a service account, it is the pod's own cluster, else that of the kubeconfig's current context.
+In a pod with a service account, it is the pod's own cluster, else that of the kubeconfig's current context. A context
+that is named takes precedence.
 """
 
 from __future__ import annotations
@@ -21,9 +22,17 @@ class NoClusterError(AccessDeniedError):
     """Neither a service account nor a usable kubeconfig exists."""
 
 
-def load_configuration() -> Configuration:
-    """Address and credentials. Raises NoClusterError."""
+def load_configuration(context: str = "") -> Configuration:
+    """Address and credentials, those of `context` if one is named. Raises NoClusterError."""
     configuration = Configuration()
+    if context:
+        try:
+            config.load_kube_config(context=context, client_configuration=configuration)
+        except config.ConfigException as error:
+            raise NoClusterError(
+                f"context {context!r}: cannot be used ({error}); `kubectl config get-contexts` lists yours"
+            ) from None
+        return configuration
     try:
         config.load_incluster_config(configuration)
     except config.ConfigException:
@@ -37,15 +46,23 @@ def load_configuration() -> Configuration:
     return configuration
 
 
-def own_namespace() -> str:
+def own_namespace(context: str = "") -> str:
     """The namespace of this pod (HOLDFAST_POD_NAMESPACE, else its service account's), else that of the kubeconfig's
-    context."""
+    current context. If `context` is named, that context's."""
+    if context:
+        return _namespace_of(context)
     if namespace := os.environ.get(NAMESPACE_VARIABLE):
         return namespace
     if NAMESPACE_FILE.exists():
         return NAMESPACE_FILE.read_text().strip()
+    return _namespace_of("")
+
+
+def _namespace_of(context: str) -> str:
+    """The namespace of a context of the kubeconfig; empty: of the current one."""
     try:
-        _, context = config.list_kube_config_contexts()
+        contexts, current = config.list_kube_config_contexts()
     except config.ConfigException:
         return "default"
-    return str(context["context"].get("namespace") or "default")
+    found = next((each for each in contexts if each["name"] == context), current)
+    return str(found["context"].get("namespace") or "default")

@@ -24,7 +24,8 @@ def open_backend(name: str, *, store: str = "", endpoint: str = "", namespace: s
     """The backend `name`.
 
     - `store`: URL of the store of local runs.
-    - `endpoint`: URL of Kubeflow, or of Ray's Jobs API; for ssh the file of the machines.
+    - `endpoint`: URL of Kubeflow, or of Ray's Jobs API; for ssh the file of the machines; for Argo a context of the
+      kubeconfig.
     - `namespace`: of Kubeflow's users, or of Kubernetes.
 
     Raises MissingError.
@@ -58,10 +59,10 @@ def _kubeflow(store: str, endpoint: str, namespace: str) -> Backend:
     return Kubeflow(Access.from_environment(endpoint, namespace), store)
 
 
-def _argo(_store: str, _endpoint: str, namespace: str) -> Backend:
+def _argo(_store: str, endpoint: str, namespace: str) -> Backend:
     from holdfast.pipelines.backends.argo.backend import Argo
 
-    return Argo(namespace)
+    return Argo(namespace, context=endpoint)
 
 
 def _slurm(store: str, _endpoint: str, _namespace: str) -> Backend:

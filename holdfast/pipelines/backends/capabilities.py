@@ -15,6 +15,7 @@ class Capabilities:
     foreground: bool = False  # `submit` runs the steps on this machine, shows the progress, and returns at the end
     images: bool = False  # takes the image and the service account of the steps from the request
     endpoints: bool = False  # has an address that a request can name
+    contexts: bool = False  # its address is a context of the kubeconfig
     namespaces: bool = False  # has namespaces that a request can name
     kubernetes: bool = False  # its objects are Kubernetes' or belong to a cluster's pods
     own_account: bool = False  # the engine gives its pods a separate service account
@@ -33,6 +34,15 @@ KUBEFLOW = Capabilities(
     kubernetes=True,
     own_account=True,
 )
-ARGO = Capabilities(sweeps=True, searches=True, limited_trials=True, images=True, namespaces=True, kubernetes=True)
+ARGO = Capabilities(
+    sweeps=True,
+    searches=True,
+    limited_trials=True,
+    images=True,
+    endpoints=True,
+    contexts=True,
+    namespaces=True,
+    kubernetes=True,
+)
 SLURM = Capabilities(sweeps=True, searches=True, limited_trials=True, shared_folders=True)
 RAY = Capabilities(searches=True, endpoints=True, shared_volumes=True)

@@ -15,7 +15,7 @@ API_PATIENCE = 20.0  # seconds of retries for a request
 
 
 def clean_up_cluster(record: Record, status: RunStatus, api: Api | None = None) -> list[str]:
-    """End the leftover jobs of an unsuccessful run on the kubeconfig's cluster. Returns their names.
+    """End the leftover jobs of an unsuccessful run on its cluster. Returns their names.
 
     Does nothing for a run that has succeeded or not ended, or that ran on no cluster. Raises HeldError where a launcher
     follows the run, and the errors of the API server.
@@ -23,7 +23,8 @@ def clean_up_cluster(record: Record, status: RunStatus, api: Api | None = None) 
     if not capabilities_of(record.backend).kubernetes or not record.run_id or status.state not in (FAILED, CANCELED):
         return []
     cluster = record.request.spec.cluster
-    jobs = (api or Api.of_this_process(patience=API_PATIENCE)).within(
+    context = record.endpoint if capabilities_of(record.backend).contexts else ""
+    jobs = (api or Api.of_this_process(patience=API_PATIENCE, context=context)).within(
         cluster.namespace or record.namespace or "default"
     )
     return end_orphaned_jobs(jobs, record.identity, cluster.job)

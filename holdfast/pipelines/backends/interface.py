@@ -49,6 +49,7 @@ class RunStatus:
     steps: tuple[StepStatus, ...] = ()
     exit_code: int | None = None  # from the table; None while unfinished or unknown
     job: str = ""  # the execution id that its steps use, if it differs from `id`
+    endpoint: str = ""  # where it was submitted, if the backend chose among several places
 
     @property
     def unfinished(self) -> bool:

@@ -38,10 +38,11 @@ class RankShell:
         return name
 
 
-def in_pod(shell: RankShell) -> list[str]:
-    """The command line on Kubernetes. Raises MissingError if the rank runs in no pod."""
+def in_pod(shell: RankShell, context: str = "") -> list[str]:
+    """The command line on Kubernetes, in a context of the kubeconfig. Raises MissingError for a rank without a pod."""
     from holdfast.launch.kubernetes.kinds import KINDS
 
     options = ["-i", *(["-t"] if shell.terminal else []), shell.scheduled_in("pod")]
     options += ["-n", shell.process.namespace, "-c", KINDS[shell.cluster.job].container]
-    return ["kubectl", "exec", *options, "--", *shell.on_node("python")]
+    place = ["--context", context] if context else []
+    return ["kubectl", *place, "exec", *options, "--", *shell.on_node("python")]

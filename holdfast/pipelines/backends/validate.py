@@ -41,11 +41,12 @@ class Validated:
     checked: int  # number of checked objects
 
 
-def validate(objects: Sequence[Object], namespace: str | None = None) -> Validated:
-    """Check Kubernetes objects. Others, such as requests to KFP, are skipped. `namespace`: default of the objects."""
+def validate(objects: Sequence[Object], namespace: str | None = None, context: str = "") -> Validated:
+    """Check Kubernetes objects. Others, such as requests to KFP, are skipped. `namespace`: default of the objects.
+    `context`: of the kubeconfig."""
     manifests = [manifest for manifest in objects if manifest.get("kind") in PLURALS and "apiVersion" in manifest]
     try:
-        return _by_server(Api.of_this_process(namespace, patience=PATIENCE), manifests)
+        return _by_server(Api.of_this_process(namespace, PATIENCE, context), manifests)
     except (NoClusterError, ClusterUnreachableError):
         return _by_schemas(manifests)
 

@@ -71,7 +71,8 @@ Endpoint = Annotated[
         metavar="URL",
         help="Address of the KFP API. Default: KFP_ENDPOINT, else the API of this pod's "
         "cluster, else that of the current kubectl context. For Ray: address of the Jobs API; default: "
-        "RAY_API_SERVER_ADDRESS. For ssh: file of the machines; default: HOLDFAST_HOSTS.",
+        "RAY_API_SERVER_ADDRESS. For ssh: file of the machines; default: HOLDFAST_HOSTS. For Argo: context of the "
+        "kubeconfig; default: cluster.contexts, else the current one.",
         show_default=False,
     ),
 ]

@@ -150,7 +150,7 @@ def _print_preview(wanted: RunRequest, backend: str, options: api.ClusterOptions
         print_yaml(objects)
     else:
         out("# nothing would be changed")
-    result = api.check_preview(objects, wanted, backend, options.namespace)
+    result = api.check_preview(objects, wanted, backend, options)
     if result is None:
         return
     err(f"checked by {result.by}: objects: {result.checked}, problems: {len(result.problems)}")

@@ -98,9 +98,12 @@ def test_the_pod_of_a_rank_is_entered_on_kubernetes(started: Started, backend: s
     process = started(**place)
     assert process.node == "gpu-7"
     pod = ["small-1-worker-0", "-n", "team", "-c", container, "--", "python", *ON_NODE]
-    opened = open_backend(backend, endpoint="http://kfp")
+    opened = open_backend(backend, endpoint="http://kfp" if backend == "kubeflow" else "")
     assert opened.rank_shell(shell_of(process, job=job)) == ["kubectl", "exec", "-i", *pod]
     assert opened.rank_shell(shell_of(process, job=job, terminal=True)) == ["kubectl", "exec", "-i", "-t", *pod]
+    if backend == "argo":
+        elsewhere = open_backend(backend, endpoint="lab").rank_shell(shell_of(process, job=job))
+        assert elsewhere == ["kubectl", "--context", "lab", "exec", "-i", *pod]
 
 
 def test_a_machine_of_the_file_is_entered_over_ssh(started: Started, monkeypatch: pytest.MonkeyPatch) -> None:

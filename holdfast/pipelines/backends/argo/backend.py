@@ -6,6 +6,7 @@ repeated after a lost response, make one Workflow. A new Workflow with the next 
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -15,6 +16,7 @@ from holdfast.launch.kubernetes.api_errors import ConflictError, TransientError
 from holdfast.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object, Resource
 from holdfast.launch.kubernetes.output import text_lines
 from holdfast.pipelines.backends import capabilities
+from holdfast.pipelines.backends.argo.contexts import PATIENCE_SECONDS, submit_in_order
 from holdfast.pipelines.backends.argo.emit import argo_objects, sweep_objects
 from holdfast.pipelines.backends.argo.template import labels, template_called, template_name, text_of
 from holdfast.pipelines.backends.explain import explained, known_of, store_named_by
@@ -100,14 +102,20 @@ class Argo:
     name = "argo"
     capabilities = capabilities.ARGO
 
-    def __init__(self, namespace: str = "", api: Api | None = None) -> None:
-        """`namespace`: default, that of the pod or the kubeconfig. `api`: default, connected on first use."""
-        self._namespace, self._connected = namespace, api
+    def __init__(self, namespace: str = "", api: Api | None = None, context: str = "") -> None:
+        """`namespace`: default, that of the pod or the kubeconfig. `api`: default, connected on first use. `context` of
+        the kubeconfig: default, the first of the spec's that takes a run, else the current one."""
+        self._namespace, self._connected, self._context = namespace, api, context
+        self._is_fixed = bool(context or api)
 
     @property
     def _api(self) -> Api:
         if self._connected is None:
-            self._connected = Api.of_this_process(self._namespace or None)
+            namespace = self._namespace or None
+            if self._context:
+                self._connected = Api.of_this_process(namespace, PATIENCE_SECONDS, self._context)
+            else:
+                self._connected = Api.of_this_process(namespace)
         return self._connected
 
     def objects(self, request: RunRequest) -> list[Object]:
@@ -121,25 +129,48 @@ class Argo:
         return [template, workflow]
 
     def submit(self, request: RunRequest) -> tuple[RunStatus, bool]:
-        """Apply the template, and create the Workflow unless one of this request runs or has succeeded."""
-        if not self._namespace and self._connected is None:
-            self._namespace = request.spec.cluster.namespace or ""
-        namespace = self._api.namespace
+        """Apply the template, and create the Workflow unless one of this request runs or has succeeded. If no context
+        is named, the first one of the spec that takes it gets it."""
+        if request.spec.cluster.contexts and not self._is_fixed:
+            contexts = request.spec.cluster.contexts
+            chosen, made = submit_in_order([Argo(self._namespace, context=context) for context in contexts], request)
+            self._connected, self._context = chosen._connected, chosen._context
+            return made
+        self._use_namespace_of(request)
         template, _ = self.objects(request)
         self._apply(template)
-        number = 1
         while True:
-            workflow = _workflow(request, namespace, number)
-            existing = self._api.get(WORKFLOWS, workflow["metadata"]["name"])
-            if existing is None:
-                try:
-                    return self._status(self._api.create(WORKFLOWS, workflow)), True
-                except ConflictError:  # another client was faster, or the response to our own request was lost
-                    continue
-            status = self._status(existing)
-            if status.unfinished or (status.state == SUCCEEDED and request.run_id):
+            status, workflow = self._next(request)
+            if status is not None:
                 return status, False
-            number += 1
+            try:
+                return self._status(self._api.create(WORKFLOWS, workflow)), True
+            except ConflictError:  # another client was faster, or the response to our own request was lost
+                continue
+
+    @property
+    def context(self) -> str:
+        """The context of the kubeconfig; empty: the current one."""
+        return self._context
+
+    def submitted(self, request: RunRequest) -> RunStatus | None:
+        """The Workflow of a request that runs or has succeeded. Changes nothing."""
+        self._use_namespace_of(request)
+        return self._next(request)[0]
+
+    def _use_namespace_of(self, request: RunRequest) -> None:
+        if not self._namespace and self._connected is None:
+            self._namespace = request.spec.cluster.namespace or ""
+
+    def _next(self, request: RunRequest) -> tuple[RunStatus | None, Object]:
+        """The Workflow of a request that runs or has succeeded, or else the one to create."""
+        for number in itertools.count(1):
+            workflow = _workflow(request, self._api.namespace, number)
+            existing = self._api.get(WORKFLOWS, workflow["metadata"]["name"])
+            status = None if existing is None else self._status(existing)
+            if status is None or status.unfinished or (status.state == SUCCEEDED and request.run_id):
+                return status, workflow
+        raise AssertionError("numbers do not end")
 
     def status(self, run: str) -> RunStatus:
         """The status of a Workflow and its nodes, with the records of its steps in the store."""
@@ -187,7 +218,7 @@ class Argo:
 
     def rank_shell(self, shell: RankShell) -> Sequence[str]:
         """`kubectl exec` in the pod of the rank."""
-        return in_pod(shell)
+        return in_pod(shell, self._context)
 
     def resume(self, request: RunRequest) -> tuple[RunStatus, bool]:
         """Submit the request again. A new Workflow follows a failed one and resumes its training."""
@@ -264,7 +295,8 @@ class Argo:
             state = CANCELED
         name, message = metadata["name"], status.get("message", "") if state == FAILED else ""
         link, code = f"workflows/{self._api.namespace}/{name}", ended_with(state, steps)
-        return RunStatus(self.name, name, name, state, link, message, steps, code, metadata.get("uid", ""))
+        uid = metadata.get("uid", "")
+        return RunStatus(self.name, name, name, state, link, message, steps, code, uid, endpoint=self._context)
 
 
 _BAD = ("FAILED", "ERROR")

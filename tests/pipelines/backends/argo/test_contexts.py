@@ -1,0 +1,161 @@
+"""A run goes to the first context whose cluster takes it, once, and is found there again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from holdfast import api as holdfast_api
+from holdfast.api import ClusterOptions
+from holdfast.launch.kubernetes.api_errors import OverQuotaError
+from holdfast.pipelines.backends import open_backend
+from holdfast.pipelines.backends.argo import contexts
+from holdfast.pipelines.backends.argo.backend import Argo
+from holdfast.pipelines.backends.record import find_record
+from holdfast.pipelines.backends.request import RunRequest
+from holdfast.spec import SpecError, parse_spec
+from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError
+from holdfast.store import open_store
+from tests.cluster.api import NAMESPACE, ApiServer, StatusError
+from tests.pipelines.backends.argo.test_backend import PERSON, workflows
+
+RUN_ID = "3f2a4b5c6d7e8f90"
+QUOTA = StatusError(
+    403, 'workflows.argoproj.io "x" is forbidden: exceeded quota: runs, requested: 1, used: 1, limited: 1'
+)
+
+
+@pytest.fixture
+def clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, ApiServer]]:
+    """Two clusters, and a kubeconfig whose current context is a third one, which does not answer."""
+    monkeypatch.setattr(contexts, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr("holdfast.pipelines.backends.argo.backend.PATIENCE_SECONDS", 0.5)
+    with ApiServer() as first, ApiServer() as second:
+        servers = {"first": first, "second": second}
+        for server in servers.values():
+            server.allowed = PERSON
+        urls = {"away": "http://127.0.0.1:9", **{name: server.url for name, server in servers.items()}}
+        document = {
+            "apiVersion": "v1", "kind": "Config", "current-context": "away",
+            "contexts": [
+                {"name": name, "context": {"cluster": name, "user": "me", "namespace": NAMESPACE}} for name in urls
+            ],
+            "clusters": [{"name": name, "cluster": {"server": url}} for name, url in urls.items()],
+            "users": [{"name": "me", "user": {"token": "token-1"}}],
+        }  # fmt: skip
+        path = tmp_path / "kubeconfig"
+        path.write_text(yaml.safe_dump(document))
+        monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(path))
+        monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+        monkeypatch.setenv("HOLDFAST_STORE", f"file://{tmp_path}/store")
+        yield servers
+
+
+def request_for(*names: str, **more: Any) -> RunRequest:
+    spec = parse_spec(
+        "{name: small, store: 'file:///nowhere/holdfast', data: {sources: [{uri: 'python:stdlib'}]}, "
+        f"cluster: {{contexts: [{', '.join(names)}]}}}}"
+    )
+    return RunRequest(spec, run_id=RUN_ID, **more)
+
+
+def refusal(error: StatusError, plural: str = "workflows") -> Any:
+    return lambda verb, kind: error if (verb, kind) == ("create", plural) else None
+
+
+def test_the_first_context_that_takes_a_run_gets_it_once(clusters: dict[str, ApiServer]) -> None:
+    request = request_for("first", "second")
+    status, created = Argo().submit(request)
+    assert (created, status.endpoint) == (True, "first")
+    assert Argo().submit(request) == (status, False)
+    assert (len(workflows(clusters["first"])), len(workflows(clusters["second"]))) == (1, 0)
+
+
+@pytest.mark.parametrize("names", [("away", "second"), ("unknown", "second")])
+def test_a_context_that_cannot_be_reached_is_left_out(clusters: dict[str, ApiServer], names: tuple[str, ...]) -> None:
+    status, created = Argo().submit(request_for(*names))
+    assert (created, status.endpoint) == (True, "second")
+    assert len(workflows(clusters["second"])) == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        refusal(QUOTA),
+        refusal(StatusError(403, "workflows.argoproj.io is forbidden: User cannot create resource")),
+        refusal(StatusError(404, "the server could not find the requested resource"), "workflowtemplates"),
+    ],
+    ids=["quota", "rights", "no Argo"],
+)
+def test_a_cluster_that_refuses_a_run_is_followed_by_the_next_one(clusters: dict[str, ApiServer], fault: Any) -> None:
+    clusters["first"].faults.append(fault)
+    status, created = Argo().submit(request_for("first", "second"))
+    assert (created, status.endpoint) == (True, "second")
+    assert workflows(clusters["first"]) == []
+
+
+def test_a_run_of_a_later_context_is_not_repeated_in_an_earlier_one(clusters: dict[str, ApiServer]) -> None:
+    request = request_for("first", "second")
+    clusters["first"].faults.append(refusal(QUOTA))
+    status, _ = Argo().submit(request)
+    clusters["first"].faults.clear()
+    assert Argo().submit(request) == (status, False)
+    assert workflows(clusters["first"]) == []
+
+
+def test_no_second_cluster_is_asked_after_an_answer_that_may_be_lost(clusters: dict[str, ApiServer]) -> None:
+    clusters["first"].faults.append(refusal(StatusError(503, "etcd has a new leader")))
+    with pytest.raises(ClusterUnreachableError):
+        Argo().submit(request_for("first", "second"))
+    assert workflows(clusters["second"]) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "fault", "error"),
+    [
+        (("away", "first"), refusal(QUOTA), OverQuotaError),
+        (("away",), None, ClusterUnreachableError),
+        (("unknown",), None, AccessDeniedError),
+    ],
+)
+def test_if_no_context_takes_a_run_the_error_has_the_reason_of_each(
+    clusters: dict[str, ApiServer], names: tuple[str, ...], fault: Any, error: type[Exception]
+) -> None:
+    if fault is not None:
+        clusters["first"].faults.append(fault)
+    with pytest.raises(error) as raised:
+        Argo().submit(request_for(*names))
+    assert type(raised.value) is error
+    assert all(f"{name}: " in str(raised.value) for name in names)
+
+
+def test_commands_find_a_run_in_the_context_that_took_it(clusters: dict[str, ApiServer], tmp_path: Path) -> None:
+    request = replace(request_for("away", "second"), store=f"file://{tmp_path}/store")
+    made = holdfast_api.submit(request, backend="argo")
+    record = find_record(open_store(f"file://{tmp_path}/store"), RUN_ID)
+    assert record is not None
+    assert record.endpoint == "second"
+    backend, identity = holdfast_api.find_backend(RUN_ID)
+    assert (identity, backend.status(identity).endpoint) == (made.run.id, "second")
+    assert holdfast_api.stop(RUN_ID).ended
+    assert workflows(clusters["second"])[0]["spec"]["shutdown"] == "Stop"
+
+
+def test_a_named_context_is_the_only_one(clusters: dict[str, ApiServer]) -> None:
+    status, _ = open_backend("argo", endpoint="second").submit(request_for("first"))
+    assert status.endpoint == "second"
+    request = request_for("first", store="s3://bucket/prefix")
+    result = holdfast_api.check_preview(Argo().objects(request), request, "argo", ClusterOptions(endpoint="second"))
+    assert result is not None
+    assert result.by == f"the API server {clusters['second'].url}"
+
+
+@pytest.mark.parametrize("name", ["", "-x", "a\\nb", "x" * 254])
+def test_a_text_that_is_no_name_of_a_context_is_refused(name: str) -> None:
+    with pytest.raises(SpecError, match=r"cluster\.contexts"):
+        request_for(f'"{name}"')
