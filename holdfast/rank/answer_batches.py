@@ -11,6 +11,7 @@ import base64
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,8 +41,10 @@ from holdfast.rollouts.records import (
     record_key,
     records_of_step,
 )
-from holdfast.rollouts.turns import LiveReplies, RecordedReplies, Replies, Texts
+from holdfast.rollouts.server import AnswerServer, publish
+from holdfast.rollouts.turns import LiveReplies, RecordedReplies, Texts
 from holdfast.spec.errors import DataError, MissingError, WrongArithmeticError
+from holdfast.spec.rollout import AnswerSource
 from holdfast.store import Store
 from holdfast.telemetry import phases
 
@@ -77,7 +80,10 @@ class AnswerBatches:
         """Raises DataError without prompts, or if one is too long."""
         self._spec, self._gang, self._engine, self._store, self._rewards = spec, gang, engine, store, rewards
         self._settings = spec.training.grpo
-        self._prompts, self._end = dataset.prompts(), dataset.end_of_text
+        self._dataset, self._prompts, self._end = dataset, dataset.prompts(), dataset.end_of_text
+        self._sampling = sampling_of(self._settings, self._settings.group, spec.training.seed, self._end)
+        source = self._settings.server
+        self._server = None if source is None else AnswerServer(source, self._sampling, dataset.vocabulary)
         self._texts = Texts(load_tokenizer(dataset.tokenizer_json()), self._end)
         self._count = spec.training.global_batch // self._settings.group  # prompts of a batch
         self._batch: _Batch | None = None
@@ -160,6 +166,8 @@ class AnswerBatches:
         prompts, size = self._prompts_of(step), self._settings.lot
         lots = range(-(-len(prompts) // size))
         with self._engine.generating() if generates else nullcontext() as decoder:
+            if decoder is not None and self._settings.server is not None:
+                self._publish(self._settings.server, policy, decoder)
             own = [
                 self._lot(step, lot, policy, prompts[lot * size : (lot + 1) * size], decoder)
                 for lot in lots[self._gang.rank :: self._gang.size]
@@ -199,11 +207,15 @@ class AnswerBatches:
                     f"{self._store.url}/{key}: the answers that step {step + 1} learns from are gone; {self._remedy}"
                 )
             return found
-        if found is not None and self._verified:
-            return found
+        if found is not None and (self._verified or self._server is not None):
+            return found  # a server answers anew
         live = self._live_replies(prompts)
         replies = live if found is None or live is None else RecordedReplies(found.units)
-        generated = self._generated(decoder, prompts, places, replies)
+        tokens = [prompt.tokens for prompt in prompts]
+        if self._server is not None:
+            generated = self._server.lot(policy, tokens)
+        else:
+            generated = generate_lot(decoder, tokens, places, self._sampling, replies)
         if found is None:
             made = LotRecord(
                 step=first_step,
@@ -236,14 +248,23 @@ class AnswerBatches:
             return None
         return LiveReplies(self._rewards, [prompt.record for prompt in prompts], self._texts, environment.turns)
 
-    def _generated(
-        self, decoder: Decoder, prompts: Sequence[Prompt], places: Sequence[int], replies: Replies | None
-    ) -> list[list[Generated]]:
-        sampling = sampling_of(self._settings, self._settings.group, self._spec.training.seed, self._end)
-        return generate_lot(decoder, [prompt.tokens for prompt in prompts], places, sampling, replies)
+    def _publish(self, source: AnswerSource, policy: str, decoder: Decoder) -> None:
+        """Give the weights to the server. A collective call."""
+        tokenizer, end = self._dataset.tokenizer_json(), self._dataset.manifest.tokenizer.end_of_text
+
+        def write() -> bool:
+            try:
+                publish(Path(source.weights), policy, decoder, tokenizer, end)
+            except OSError as error:
+                raise DataError(f"training.grpo.server.weights: {error}; name a folder that can be written") from None
+            return True
+
+        self._gang.from_rank_0(write, bool)
 
     def _generator(self, places: range) -> dict[str, Any]:
         """What determines the tokens of a lot in addition to the weights and the identity of the run."""
+        if (source := self._settings.server) is not None:
+            return {"version": GENERATOR_VERSION, "places": [places.start, len(places)], "server": source.software}
         return {
             "version": GENERATOR_VERSION,
             "places": [places.start, len(places)],
@@ -308,11 +329,12 @@ class AnswerBatches:
         metrics = {
             "reward": mean([answer.reward for answer in answers]),
             "answer_tokens": mean([len(answer.tokens) for answer in answers]),
-            "entropy": mean([answer.entropy for answer in answers]),
             "truncated_share": mean([answer.ending == LENGTH for answer in answers]),
             "no_signal_share": mean([not has_signal(unit) for unit in units]),
             "reward_failures": float(sum(bool(error) for answer in answers for error in answer.errors)),
         }
+        if entropies := [answer.entropy for answer in answers if answer.entropy is not None]:
+            metrics["entropy"] = mean(entropies)
         if len(rewards := self._settings.rewards) > 1:
             for number, reward in enumerate(rewards):
                 metrics[f"reward.{number}.{reward.title}"] = mean([answer.rewards[number] for answer in answers])

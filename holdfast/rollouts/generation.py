@@ -46,7 +46,7 @@ class Generated:
 
     tokens: list[int]  # with the end-of-text token, if the model wrote it
     ending: Ending
-    entropy: float  # mean over its sampled tokens of the entropy of the distribution sampled from, in nats
+    entropy: float | None  # mean over its sampled tokens of that of the distribution, in nats; None: unknown
     replies: list[tuple[int, int]] = field(default_factory=list)  # the ranges of tokens that an environment wrote
 
 

@@ -37,7 +37,7 @@ class Answer(RecordPart):
 
     tokens: list[int] = Field(min_length=1)
     ending: Literal["stop", "length"]
-    entropy: float  # mean over its tokens, in nats
+    entropy: float | None  # mean over its tokens, in nats; None if a server generated it
     rewards: list[float]  # in the order of the spec
     errors: list[str]  # why a reward is that of `on_failure`; empty if it is not
     reward: float  # the weighted sum

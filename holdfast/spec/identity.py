@@ -112,7 +112,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
 _YOUNGER: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("groups", "muon", "build"),
     "schedule": ("decay_steps", "decay_shape"),
-    "grpo": ("environment", "lag"),
+    "grpo": ("environment", "lag", "server"),
 }
 
 

@@ -78,6 +78,32 @@ class Environment(Function):
     memory_mib: int = Field(1024, ge=64, le=2**20, description="Memory of the process that computes it, in MiB.")
 
 
+class AnswerSource(Section):
+    """A server with OpenAI's completions API that answers in place of the ranks."""
+
+    software: str = Field(
+        ...,
+        min_length=1,
+        max_length=200,
+        description="What generates the answers, such as `vllm-0.32`. It is part of the run id.",
+    )
+    url: str = runtime_field(
+        ..., "Its address with the API's version: `http://host:8000/v1`.", pattern=r"^https?://[^/]"
+    )
+    weights: str = runtime_field(
+        ...,
+        "A folder that the ranks and the server share. The weights of each step are written into it, in a folder with "
+        "the name of their digest. The server must offer them as a model of this name.",
+        min_length=1,
+    )
+    timeout_seconds: float = runtime_field(
+        600.0,
+        "Limit of the answers to one prompt, in seconds, with the time in which the server loads the weights.",
+        gt=0,
+        le=86400,
+    )
+
+
 class Grpo(Section):
     """Reinforcement learning from rewards (objective grpo). See docs/rl.md."""
 
@@ -90,6 +116,9 @@ class Grpo(Section):
     )
     environment: Environment | None = Field(
         None, description="Your function that replies to the model, for answers with several turns and tools."
+    )
+    server: AnswerSource | None = Field(
+        None, description="A server that generates the answers. They are recorded, and a resumed run replays them."
     )
     temperature: float = Field(1.0, gt=0, le=10, description="Temperature of the sampled answers.")
     lot: int = Field(

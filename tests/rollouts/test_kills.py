@@ -85,7 +85,8 @@ def test_kills_lose_and_repeat_no_prompt(tmp_path: Path, variant: str) -> None:
         assert results == [None], f"attempt {number} was not killed: {results}"
     spec = prompt_spec(*fields)
     runs = [((*FIELDS, *fields), salt, None) for salt in ("killed", "")]
-    assert in_ranks(1, train_with_code, store.url, tmp_path / "rest", runs, tmp_path / "code") == [["", ""]]
+    ended = in_ranks(1, train_with_code, store.url, tmp_path / "rest", runs, tmp_path / "code", seconds=3600)
+    assert ended == [["", ""]]
     assert trained(store, spec, "killed") == trained(store, spec)
     whole = places(store, spec)
     assert places(store, spec, "killed") == whole

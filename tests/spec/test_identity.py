@@ -67,6 +67,7 @@ def tree() -> dict[str, Any]:
                 "grpo": {
                     "rewards": [{"use": "m.py:f", "digest": "0" * 64}],
                     "environment": {"use": "m.py:f", "digest": "0" * 64},
+                    "server": {"software": "a", "url": "http://a/v1", "weights": "w"},
                 },
             },
             "evaluation": {"tasks": [{"uri": "x"}], "metrics": ["m.py:f"], "load": {"use": "m.py:f"}},
@@ -169,7 +170,8 @@ def test_runtime_fields_are_these_and_no_others() -> None:
         "training.pause_at", "training.auto_micro_batch",
         "training.objective.use", "training.optimizer.build.use", "training.schedule.factor.use",
         "training.grpo.rewards[].use",
-        "training.grpo.environment.use", "training.grpo.keep_steps",
+        "training.grpo.environment.use", "training.grpo.server.url", "training.grpo.server.weights",
+        "training.grpo.server.timeout_seconds", "training.grpo.keep_steps",
         "training.topk_fraction", "training.anomalies.max_consecutive",
         "training.log_every",
         "parallel.auto",

@@ -30,7 +30,7 @@ class ShownAnswer:
     text: str
     tokens: int
     ending: str  # stop or length
-    entropy: float  # nats a token
+    entropy: float | None  # nats a token; None if a server generated it
     rewards: dict[str, float]  # by name
     errors: dict[str, str]  # of the rewards, or the environment, that failed
     reward: float  # the weighted sum

@@ -46,7 +46,18 @@ def check_grpo(spec: Spec) -> Iterator[Problem]:
     if settings.kl_weight and spec.model.init_from is None:
         remedy = "name weights, or use training.grpo.kl_weight: 0"
         yield Problem("model.init_from", None, "is missing, and the divergence is measured from it", remedy)
+    yield from _unanswered(spec)
     yield from _unsupported(spec)
+
+
+def _unanswered(spec: Spec) -> Iterator[Problem]:
+    """What a server does not answer."""
+    if (server := spec.training.grpo.server) is None:
+        return
+    if spec.training.grpo.environment is not None:
+        yield Problem("training.grpo.server", server.url, "is not supported with an environment", "remove one of them")
+    if spec.training.lora.rank is not None:
+        yield Problem("training.grpo.server", server.url, "is not supported with training.lora", "remove one of them")
 
 
 def _unused(spec: Spec) -> Iterator[Problem]:

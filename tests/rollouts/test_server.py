@@ -1,0 +1,208 @@
+"""Answers of a server: recorded and replayed, of the right weights only, and a clear end without them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.model.hugging_face import open_weights
+from holdfast.rollouts.generation import Sampling
+from holdfast.rollouts.server import AnswerServer
+from holdfast.spec import SpecError
+from holdfast.spec.errors import DataError, MissingError
+from holdfast.spec.rollout import AnswerSource
+from holdfast.store import layout, open_store
+from tests.checkpoint.ranks import in_ranks
+from tests.rollouts.prompt_run import prompt_spec, write_prompts
+from tests.rollouts.test_training import answers, overrides
+from tests.train.ranks import identity_of, train_in_ranks, trained
+from tests.train.tiny_run import VOCABULARY
+
+PROMPTS, SAMPLING = [[60], [61, 62]], Sampling(answers=2, most_tokens=3, temperature=1.0, seed=0, end_of_text=0)
+
+
+class Server(ThreadingHTTPServer):
+    """Answers anew each time with random tokens, as any model whose folder exists."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder, self.requests = folder, list[dict[str, Any]]()
+        self.failures, self.stale, self.change = 0, 0, dict[str, Any]()  # of the next responses; of each choice
+        self.weights: dict[str, float] = {}  # sums of the published weights
+
+    @property
+    def url(self) -> str:
+        """Its address."""
+        return f"http://127.0.0.1:{self.server_address[1]}/v1"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Server
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append(body)
+        name = body["model"]
+        if self.server.failures:
+            self.server.failures -= 1
+            self.send_error(503)
+        elif not (self.server.folder / name).is_dir():
+            self.send_error(404)
+        else:
+            if name not in self.server.weights:
+                weights = open_weights(str(self.server.folder / name), self.server.folder / "cache")
+                (rows,) = weights.rows("model.norm.weight")
+                self.server.weights[name] = float(rows.double().sum())
+            if self.server.stale:
+                self.server.stale -= 1
+                name = "an older one"
+            made = [self._choice(body) for _ in range(body["n"])]
+            raw = json.dumps({"model": name, "choices": made}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(raw)))
+            self.end_headers()
+            self.wfile.write(raw)
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+    def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
+        size = random.randint(1, body["max_tokens"])
+        tokens = [random.randint(60, 120) for _ in range(size)]
+        reason = "length" if size == body["max_tokens"] else "stop"
+        return {"text": "", "token_ids": tokens, "finish_reason": reason, **self.server.change}
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    """A server of the folder `weights`."""
+    with Server(tmp_path / "weights") as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def source(server: Server, seconds: float = 20) -> AnswerSource:
+    """Its spec."""
+    return AnswerSource(software="random", url=server.url, weights=str(server.folder), timeout_seconds=seconds)
+
+
+def asked(server: Server, seconds: float = 20) -> AnswerServer:
+    """The server, whose model `now` exists."""
+    (server.folder / "now").mkdir(parents=True, exist_ok=True)
+    server.weights["now"] = 0
+    return AnswerServer(source(server, seconds), SAMPLING, VOCABULARY)
+
+
+def test_answers_end_with_the_token_that_a_server_leaves_out(server: Server) -> None:
+    lots = asked(server).lot("now", PROMPTS)
+    assert [len(each) for each in lots] == [2, 2]
+    for answer in (answer for each in lots for answer in each):
+        assert (answer.tokens[-1] == 0) == (answer.ending == "stop")
+        assert answer.entropy is None
+    assert sorted(body["prompt"] for body in server.requests) == PROMPTS
+
+
+def test_requests_wait_for_a_server_that_fails_or_has_other_weights(server: Server) -> None:
+    server.failures, server.stale = 3, 3
+    assert len(asked(server).lot("now", PROMPTS)) == 2
+    assert len(server.requests) == 8
+
+
+def test_older_weights_are_refused(server: Server) -> None:
+    server.stale = 10**6
+    with pytest.raises(MissingError, match=r"this step: it answers as the model 'an older one'.*now"):
+        asked(server, 0.5).lot("now", PROMPTS)
+    with pytest.raises(MissingError, match="has no model of that name"):
+        asked(server, 0.5).lot("later", PROMPTS)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"token_ids": [VOCABULARY]}, "not 1 to 3 tokens below"),
+        ({"token_ids": []}, "not 1 to 3 tokens below"),
+        ({"token_ids": [60] * 4}, "an answer of 4 tokens"),
+        ({"token_ids": None}, "choices.0.token_ids"),
+    ],
+)
+def test_an_answer_that_is_none_is_an_error(server: Server, change: dict[str, Any], message: str) -> None:
+    server.change = {"finish_reason": "length", **change}
+    with pytest.raises(DataError, match=message):
+        asked(server).lot("now", PROMPTS)
+
+
+def test_a_server_that_is_away_ends_the_run_with_an_error(server: Server) -> None:
+    away = AnswerSource(software="none", url="http://127.0.0.1:9/v1", weights="w", timeout_seconds=0.3)
+    with pytest.raises(MissingError, match=r"gave no answer within 0\.3 s"):
+        AnswerServer(away, SAMPLING, VOCABULARY).lot("now", PROMPTS)
+
+
+def test_a_server_answers_neither_an_environment_nor_adapters(server: Server) -> None:
+    given = f"training.grpo.server={source(server).model_dump_json()}"
+    with pytest.raises(SpecError, match=r"not supported with training\.lora"):
+        prompt_spec(given, "training.lora.rank=4")
+
+
+def test_a_stopped_run_replays_the_answers_of_a_server(server: Server, tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path / 'store'}")
+    write_prompts(store)
+    given = overrides(f"training.grpo.server={source(server).model_dump_json()}")
+    spec = prompt_spec(given[-1])
+    assert train_in_ranks(1, store.url, tmp_path / "first", [(given, "", None)]) == [""]
+    whole = answers(store, spec)
+    assert len(server.requests) == 16, "a prompt is asked once"
+    assert len(set(server.weights.values())) == 4, "each step has other weights"
+    for record in whole:
+        assert record.policy in server.weights
+    assert {answer.entropy for record in whole for unit in record.units for answer in unit.answers} == {None}
+    run, again = identity_of(spec), identity_of(spec, "again")
+    for info in list(store.list(layout.rollouts(run))):
+        store.put(info.key.replace(run, again), store.get(info.key))
+    assert train_in_ranks(1, store.url, tmp_path / "cut", [(given, "again", 1)]) == ["PreemptedError"]
+    assert train_in_ranks(1, store.url, tmp_path / "rest", [(given, "again", None)]) == [""]
+    assert len(server.requests) == 16, "recorded answers are not asked again"
+    assert trained(store, spec, "again") == trained(store, spec)
+
+
+def test_a_killed_run_asks_again_only_for_what_it_did_not_record(server: Server, tmp_path: Path) -> None:
+    store = open_store(f"file://{tmp_path / 'store'}")
+    write_prompts(store)
+    given = overrides(f"training.grpo.server={source(server).model_dump_json()}")
+    spec = prompt_spec(given[-1])
+    in_ranks(1, _killed, store.url, tmp_path / "killed", given)
+    assert len(server.requests) == 10, "five lots of two prompts"
+    before = answers(store, spec)
+    assert [(record.step, record.lot) for record in before] == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
+    assert train_in_ranks(1, store.url, tmp_path / "rest", [(given, "", None)]) == [""]
+    assert len(server.requests) == 16, "a prompt is asked once"
+    assert answers(store, spec)[: len(before)] == before
+
+
+def _killed(rank: int, size: int, url: str, folder: Path, given: tuple[str, ...]) -> None:
+    """Train as a rank that is killed as soon as its fifth lot is recorded."""
+    from holdfast.rank.answer_batches import AnswerBatches
+    from tests.train import ranks
+
+    lot, left = AnswerBatches._lot, 5
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal left
+        made, left = lot(*arguments), left - 1
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+    AnswerBatches._lot = counted  # type: ignore[method-assign]
+    ranks._train_all(rank, size, url, folder, [(given, "", None)], False, signal.SIGTERM)
