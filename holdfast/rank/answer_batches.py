@@ -41,7 +41,7 @@ from holdfast.rollouts.records import (
     record_key,
     records_of_step,
 )
-from holdfast.rollouts.server import AnswerServer, publish
+from holdfast.rollouts.server import PolicyServer, publish
 from holdfast.rollouts.turns import LiveReplies, RecordedReplies, Texts
 from holdfast.spec.errors import DataError, MissingError, WrongArithmeticError
 from holdfast.spec.rollout import AnswerSource
@@ -83,7 +83,7 @@ class AnswerBatches:
         self._dataset, self._prompts, self._end = dataset, dataset.prompts(), dataset.end_of_text
         self._sampling = sampling_of(self._settings, self._settings.group, spec.training.seed, self._end)
         source = self._settings.server
-        self._server = None if source is None else AnswerServer(source, self._sampling, dataset.vocabulary)
+        self._server = None if source is None else PolicyServer(source, self._sampling, dataset.vocabulary)
         self._texts = Texts(load_tokenizer(dataset.tokenizer_json()), self._end)
         self._count = spec.training.global_batch // self._settings.group  # prompts of a batch
         self._batch: _Batch | None = None

@@ -70,7 +70,7 @@ def publish(folder: Path, policy: str, decoder: Decoder, tokenizer_json: str, en
     _remove_older(folder, target)
 
 
-class AnswerServer:
+class PolicyServer:
     """The server of `training.grpo.server`."""
 
     def __init__(self, source: AnswerSource, sampling: Sampling, vocabulary: int) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.model.hugging_face import open_weights
 from holdfast.rollouts.generation import Sampling
-from holdfast.rollouts.server import AnswerServer
+from holdfast.rollouts.server import PolicyServer
 from holdfast.spec import SpecError
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.rollout import AnswerSource
@@ -98,11 +98,11 @@ def source(server: Server, seconds: float = 20) -> AnswerSource:
     return AnswerSource(software="random", url=server.url, weights=str(server.folder), timeout_seconds=seconds)
 
 
-def asked(server: Server, seconds: float = 20) -> AnswerServer:
+def asked(server: Server, seconds: float = 20) -> PolicyServer:
     """The server, whose model `now` exists."""
     (server.folder / "now").mkdir(parents=True, exist_ok=True)
     server.weights["now"] = 0
-    return AnswerServer(source(server, seconds), SAMPLING, VOCABULARY)
+    return PolicyServer(source(server, seconds), SAMPLING, VOCABULARY)
 
 
 def test_answers_end_with_the_token_that_a_server_leaves_out(server: Server) -> None:
@@ -146,7 +146,7 @@ def test_an_answer_that_is_none_is_an_error(server: Server, change: dict[str, An
 def test_a_server_that_is_away_ends_the_run_with_an_error(server: Server) -> None:
     away = AnswerSource(software="none", url="http://127.0.0.1:9/v1", weights="w", timeout_seconds=0.3)
     with pytest.raises(MissingError, match=r"gave no answer within 0\.3 s"):
-        AnswerServer(away, SAMPLING, VOCABULARY).lot("now", PROMPTS)
+        PolicyServer(away, SAMPLING, VOCABULARY).lot("now", PROMPTS)
 
 
 def test_a_server_answers_neither_an_environment_nor_adapters(server: Server) -> None:
