@@ -48,6 +48,7 @@ class Assignment(BaseModel):
     health_reason: str = ""  # why there is a health check
     pause_at: int | None = None  # the launch ends with a measured checkpoint at this step; None: at the last step
     micro_batch_candidates: tuple[int, ...] = ()  # not empty: the launch is a trial of micro-batches and trains nothing
+    speeds: tuple[float, ...] = ()  # of the ranks of this launch, measured by them; empty: equal ones
     first_weights: str = ""  # digest of the weights of model.init_from, as in the run id
 
     @classmethod
@@ -103,7 +104,7 @@ class Assignment(BaseModel):
         determinism. None under another mode. Raises SpecError for more ranks than grains."""
         if self.training.determinism != "elastic":
             return None
-        return Grid((size or self.training.global_batch) // self.training.micro_batch, ranks)
+        return Grid((size or self.training.global_batch) // self.training.micro_batch, ranks, self.speeds)
 
     @property
     def needs_group(self) -> bool:

@@ -22,11 +22,13 @@ Node = tuple[int, int]  # level and index
 
 @dataclass(frozen=True)
 class Grid:
-    """`grains` of a global batch over `ranks`. Each rank has a run of neighboring grains, and the runs are as equal
-    as possible. Raises SpecError for more ranks than grains."""
+    """`grains` of a global batch over `ranks`. Each rank has a run of neighboring grains. The runs are as equal as
+    possible, or as proportional as possible to `speeds`, one for each rank. Raises SpecError for more ranks than
+    grains."""
 
     grains: int
     ranks: int
+    speeds: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.ranks > self.grains:
@@ -36,11 +38,21 @@ class Grid:
 
     def share(self, rank: int) -> range:
         """The grains of a rank, at least one."""
+        if self.speeds:
+            return range(self._first(rank), self._first(rank + 1))
         return range(rank * self.grains // self.ranks, (rank + 1) * self.grains // self.ranks)
+
+    def _first(self, rank: int) -> int:
+        """The first grain of a rank by its speed. Each rank before it has at least one, and each rank from it on."""
+        first = 0
+        for before in range(1, rank + 1):
+            fair = round(self.grains * sum(self.speeds[:before]) / sum(self.speeds))
+            first = min(max(fair, first + 1), self.grains - (self.ranks - before))
+        return first
 
     @property
     def rounds(self) -> int:
-        """The largest number of grains on a rank."""
+        """The largest number of grains on a rank that has equal shares."""
         return -(-self.grains // self.ranks)
 
     def round_robin(self, rank: int) -> range:

@@ -54,6 +54,7 @@ from holdfast.rank.setup import (
     meet,
     throughput_of,
 )
+from holdfast.rank.shares import deal_by_speed
 from holdfast.rank.state_loading import StateLoader
 from holdfast.rank.step_evaluation import evaluation_of
 from holdfast.runtime.environment import cache_dir
@@ -101,7 +102,7 @@ def work(
     with ExitStack() as built:
         with leave.meeting():
             device, gang = meet(spec, leave)
-            plan = agree_on_plan(spec, device, gang)
+            plan, spec = agree_on_plan(spec, device, gang), deal_by_speed(spec, device, gang)
             check_health(store, spec, device, gang, launch)
             claiming = partial(
                 claim, store, spec.run_id, launch, gang.size, plan, spec.training.determinism, launched.replan

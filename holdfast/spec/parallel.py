@@ -34,6 +34,11 @@ class Parallel(Section):
         gt=0,
         le=4096,
     )
+    deal: Literal["equal", "measured"] = runtime_field(
+        "equal",
+        "With `determinism: elastic` and `ddp`: `measured` gives a faster rank more micro-batches of each step. Each "
+        "launch measures the ranks when it starts. The bits are equal.",
+    )
     replicas: int = plan_field(
         1,
         "With `fsdp`: copies of the model, each sharded over its own ranks (HSDP). 1 shards over all ranks.",

@@ -104,6 +104,7 @@ BY_RULE: list[tuple[str, dict[str, object], str, object, str]] = [
      "evaluation.tasks.0.chat_template", True, "use data.kind: chat"),
     ("system of nothing", {"evaluation.tasks": [{"uri": "a.yaml", "system": "Be short."}]},
      "evaluation.tasks.0.system", "Be short.", "chat_template: true"),
+    ("deal of exact sums", {"parallel.deal": "measured"}, "parallel.deal", "measured", "determinism: elastic"),
     ("best of nothing", {"evaluation.keep_best": True}, "evaluation.keep_best", True, "every_steps"),
     ("stop of nothing", {"evaluation.stop_after": 2}, "evaluation.stop_after", 2, "every_steps"),
     ("rare", {"evaluation.every_steps": 301}, "evaluation.every_steps", 301, "300 at most"),

@@ -65,6 +65,7 @@ from holdfast.spec.rules.operations import (
 from holdfast.spec.rules.parallel import (
     check_auto_layout,
     check_context_parallel,
+    check_deal,
     check_expert_layout,
     check_expert_parallel,
     check_offload,
@@ -117,6 +118,7 @@ RULES: tuple[Rule, ...] = (
     check_stage_count,
     check_pipeline_stages,
     check_stage_layers,
+    check_deal,
     check_tensor_parallel,
     check_context_parallel,
     check_replicas,

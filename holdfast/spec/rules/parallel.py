@@ -35,6 +35,19 @@ def check_auto_layout(spec: Spec) -> Iterator[Problem]:
             )
 
 
+def check_deal(spec: Spec) -> Iterator[Problem]:
+    """Micro-batches are dealt by speed where the deal changes no bit."""
+    if spec.parallel.deal == "equal":
+        return
+    if spec.training.determinism != "elastic" or spec.parallel.strategy != "ddp":
+        yield Problem(
+            "parallel.deal",
+            spec.parallel.deal,
+            "needs sums whose order does not depend on the ranks, and whole replicas",
+            "use training.determinism: elastic with parallel.strategy: ddp, or deal: equal",
+        )
+
+
 def check_tensor_parallel(spec: Spec) -> Iterator[Problem]:
     """Tensor parallelism needs the torch engine, and splits the sequence and the feed-forward layer evenly. Of the
     experts it splits only the shared ones, which are one layer. (`check_heads` checks the heads. The vocabulary may be
