@@ -138,7 +138,7 @@ def test_the_plan_is_these_fields_and_no_others() -> None:
     assert [leaf.path for leaf in leaves() if leaf.role == "plan"] == [
         "training.micro_batch", "training.activation_checkpointing", "training.compile",
         "training.loss_chunk",
-        *(f"parallel.{name}" for name in Parallel.model_fields if name != "auto"),
+        *(f"parallel.{name}" for name in Parallel.model_fields if name not in ("auto", "deal")),
         "cluster.accelerator", "cluster.network", "cluster.nodes.max", "cluster.image", "cluster.environment",
     ]  # fmt: skip
 
@@ -174,7 +174,7 @@ def test_runtime_fields_are_these_and_no_others() -> None:
         "training.grpo.server.timeout_seconds", "training.grpo.keep_steps",
         "training.topk_fraction", "training.anomalies.max_consecutive",
         "training.log_every",
-        "parallel.auto",
+        "parallel.auto", "parallel.deal",
         *(leaf.path for leaf in leaves() if leaf.path.startswith("cluster.")
           and leaf.role != "plan"),
     ]  # fmt: skip
