@@ -11,6 +11,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Sequence
@@ -31,6 +32,7 @@ from holdfast.spec.rollout import AnswerSource
 MAX_BYTES = 64 * 2**20  # of a response
 REQUESTS = 16  # at the same time
 PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds
+_DIGEST = re.compile(r"[0-9a-f]{32}")  # of weights: the name of their folder
 
 
 class _Choice(BaseModel):
@@ -182,7 +184,7 @@ def _post(url: str, body: bytes, seconds: float) -> tuple[int, bytes]:
 
 def _remove_older(folder: Path, current: Path) -> None:
     """Remove all folders of weights but the current one and the newest other one."""
-    names = [each for each in folder.iterdir() if len(each.name) == len(current.name) and each != current]
+    names = [each for each in folder.iterdir() if _DIGEST.fullmatch(each.name) and each != current]
     for old in sorted(names, key=lambda each: each.stat().st_mtime)[:-1]:
         with contextlib.suppress(OSError):
             shutil.rmtree(old)

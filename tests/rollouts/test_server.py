@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.model.hugging_face import open_weights
 from holdfast.rollouts.generation import Sampling
-from holdfast.rollouts.server import PolicyServer
+from holdfast.rollouts.server import PolicyServer, _remove_older
 from holdfast.spec import SpecError
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.rollout import AnswerSource
@@ -153,6 +153,23 @@ def test_a_server_answers_neither_an_environment_nor_adapters(server: Server) ->
     given = f"training.grpo.server={source(server).model_dump_json()}"
     with pytest.raises(SpecError, match=r"not supported with training\.lora"):
         prompt_spec(given, "training.lora.rank=4")
+
+
+def test_the_address_of_a_server_has_no_credentials(server: Server) -> None:
+    secret = source(server).model_copy(update={"url": "http://me:hunter2@host/v1"})
+    with pytest.raises(SpecError, match="contains credentials") as error:
+        prompt_spec(f"training.grpo.server={secret.model_dump_json()}")
+    assert "hunter2" not in str(error.value)
+
+
+def test_only_folders_of_older_weights_are_removed(tmp_path: Path) -> None:
+    names = [f"{number:032x}" for number in range(4)]
+    for name in (*names, "b" * 31 + "x", "notes"):
+        (tmp_path / name).mkdir()
+    for age, name in enumerate(names):
+        os.utime(tmp_path / name, (age, age))
+    _remove_older(tmp_path, tmp_path / names[0])
+    assert {path.name for path in tmp_path.iterdir()} == {names[0], names[3], "b" * 31 + "x", "notes"}
 
 
 def test_a_stopped_run_replays_the_answers_of_a_server(server: Server, tmp_path: Path) -> None:

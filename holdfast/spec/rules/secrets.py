@@ -19,6 +19,7 @@ def check_no_secrets_in_urls(spec: Spec) -> Iterator[Problem]:
         ("serving.model_registry.url", registry.url if registry else None),
         ("model.init_from", spec.model.init_from),
         ("training.distillation.teacher", spec.training.distillation.teacher),
+        ("training.grpo.server.url", spec.training.grpo.server.url if spec.training.grpo.server else None),
         ("data.tokenizer.path", spec.data.tokenizer.path),
         ("data.chat.template", spec.data.chat.template),
     ]
