@@ -155,10 +155,11 @@ def test_a_server_answers_neither_an_environment_nor_adapters(server: Server) ->
         prompt_spec(given, "training.lora.rank=4")
 
 
-def test_the_address_of_a_server_has_no_credentials(server: Server) -> None:
+@pytest.mark.parametrize("kind", ["prompts", "text"])
+def test_the_address_of_a_server_has_no_credentials(server: Server, kind: str) -> None:
     secret = source(server).model_copy(update={"url": "http://me:hunter2@host/v1"})
     with pytest.raises(SpecError, match="contains credentials") as error:
-        prompt_spec(f"training.grpo.server={secret.model_dump_json()}")
+        prompt_spec(f"training.grpo.server={secret.model_dump_json()}", f"data.kind={kind}")
     assert "hunter2" not in str(error.value)
 
 

@@ -70,7 +70,7 @@ def _unused(spec: Spec) -> Iterator[Problem]:
     for prefix, section, names in sections:
         for name in names:
             if (value := getattr(section, name)) != type(section).model_fields[name].default:
-                shown = None if name == "rewards" else value
+                shown = value if isinstance(value, int | float | str) else None  # a section may have a secret
                 remedy = "remove it, or use data.kind: prompts"
                 yield Problem(f"{prefix}.{name}", shown, f"is not used by data.kind: {spec.data.kind}", remedy)
 
