@@ -30,7 +30,8 @@ def for_one_machine(pipeline: dict[str, Any]) -> dict[str, Any]:
         node = nodes.pop()
         if isinstance(node, dict):
             node.pop("retryPolicy", None)
-            for name, task in list(node.get("tasks", {}).items()):
+            tasks = node.get("tasks")
+            for name, task in list(tasks.items()) if isinstance(tasks, dict) else ():  # a spec has a list of that name
                 if task["componentRef"]["name"] in entering:
                     del node["tasks"][name]
             if "image" in node:  # a container
