@@ -6,6 +6,7 @@ reader is `import_checkpoint.UniversalCheckpoint`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from holdfast.checkpoint import Checkpoint
 from holdfast.exchange.import_checkpoint import LATEST_UNIVERSAL, MOMENTS, UNIVERSAL_FILES
 from holdfast.model.initialise import AVERAGE
 from holdfast.spec.errors import DataError
+from holdfast.store.durable import whole_file, write
 
 VERSION = "0.16.0"  # of DeepSpeed: the first one with these files; later ones read them
 GROUPS = 64  # parameter groups at most. DeepSpeed loads the moments of as many groups as the checkpoint has
+_IS_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")  # it becomes the name of a folder
 MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")  # of ZeRO 1 and 2, and of 3
 
 
@@ -31,6 +34,8 @@ def export_universal(
     DamageError for data that cannot be verified.
     """
     weights = _weights(checkpoint)
+    if folder.is_file():
+        raise DataError(f"{folder} is a file: name a folder")
     if folder.exists() and any(folder.iterdir()):
         raise DataError(f"{folder} is not empty: name one that is, or that does not exist")
     tag = f"step-{checkpoint.step}"
@@ -52,13 +57,16 @@ def export_universal(
     )
     for file in MODEL_STATES:
         torch.save(_model_states(updates), folder / tag / file)
-    _write_last(folder / LATEST_UNIVERSAL, tag)
+    with whole_file(folder / LATEST_UNIVERSAL, tag) as descriptor:
+        write(descriptor, tag.encode())
 
 
 def _weights(checkpoint: Checkpoint) -> list[str]:
     """The names of the weights. Raises DataError for a weight without both moments."""
     names = [name for name in checkpoint.tensors if not name.startswith(("optimizer.", AVERAGE))]
     for name in names:
+        if not _IS_NAME.fullmatch(name):
+            raise DataError(f"{name!r} is no name of a weight; this checkpoint cannot be exported")
         missing = next((prefix for prefix in MOMENTS if prefix + name not in checkpoint.tensors), None)
         if missing is not None:
             raise DataError(
@@ -76,10 +84,3 @@ def _model_states(updates: int) -> dict[str, Any]:
     """The counters of DeepSpeed's engine. It takes no weights from this file."""
     counters = {"global_steps": updates, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
     return {"module": {}, "lr_scheduler": None, "ds_version": VERSION, **counters}
-
-
-def _write_last(path: Path, text: str) -> None:
-    """Write a file that exists only when it is whole."""
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)

@@ -44,6 +44,7 @@ champions/<key>/000002.json                   the second champion of a registere
 sweeps/<sweep-id>/comparison.json + .md       the trials of a sweep, and the best of them
 triggers/<name>/<key>.json                    whether a retraining of the spec `name` was due, and why
                 started-<run-id>.json         the execution of the DAG that was to do it
+submissions/<digest>.json                     the contexts of clusters that may have the run of a request
 jobs/<job>/<step>.json                        the outcome of a step of one execution of the DAG on a cluster
            <step>-<part>.json                 or of one part of it: a share of the corpus, a trial of a sweep
 logs/<job>/<step>/<stream>/000002.log         the output of one process of a step; stream.json describes it
@@ -313,3 +314,8 @@ def sweep(sweep_id: str, name: str) -> str:
 def trigger(name: str, key: str) -> str:
     """The decision whether a retraining of the spec `name` is due; `key` identifies the inputs."""
     return f"triggers/{name}/{key}.json"
+
+
+def submission(digest: str) -> str:
+    """The contexts that may have the run of a request."""
+    return f"submissions/{digest}.json"

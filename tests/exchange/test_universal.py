@@ -68,3 +68,18 @@ def test_an_export_is_read_back_and_another_optimizer_is_refused(tmp_path: Path)
     with pytest.raises(DataError, match=r"has no exp_avg_sq; .* Use --to dcp"):
         exported(new_store(tmp_path / "other"), tmp_path / "out", without="optimizer.exp_avg_sq.")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["../../outside", "/outside", "a/b", "..", ".hidden"])
+def test_a_tensor_whose_name_leads_out_of_the_folder_is_refused(tmp_path: Path, name: str) -> None:
+    store = new_store(tmp_path / "store")
+    save(checkpointer(store), 3, whole({prefix + name: torch.rand(2) for prefix in PREFIXES}))
+    with pytest.raises(DataError, match="is no name of a weight"):
+        export_universal(open_checkpoint(store, RUN, 3), tmp_path / "some" / "universal")
+    assert not (tmp_path / "some").exists()
+
+
+def test_an_export_into_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(DataError, match="is a file: name a folder"):
+        exported(new_store(tmp_path / "store"), tmp_path / "file")

@@ -68,7 +68,8 @@ def test_the_requested_steps_are_in_the_trace_and_the_request_is_removed(
     assert (event.first, event.last) == steps
     trace = json.loads(gzip.decompress(store.get(event.key)))
     assert sum(event.get("name") == "aten::mm" for event in trace["traceEvents"]) == 2
-    (products,) = (one for one in operations(store.get(event.key), ON_PROCESSOR) if one.name == "aten::mm")
+    (found,) = operations(store.get(event.key), ON_PROCESSOR)
+    (products,) = (one for one in found if one.name == "aten::mm")
     assert products.calls == 2
     assert 0 < products.own < products.total  # it calls others
     assert pending_request(store, RUN) is None

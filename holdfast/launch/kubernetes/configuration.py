@@ -9,13 +9,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import yaml
 from kubernetes import config
 from kubernetes.client import Configuration
+from kubernetes.config import kube_config
 
 from holdfast.runtime.node import NAMESPACE_VARIABLE
 from holdfast.spec.errors import AccessDeniedError
 
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+
+
+_UNUSABLE = (config.ConfigException, yaml.YAMLError, OSError, UnicodeDecodeError, TypeError, AttributeError)
 
 
 class NoClusterError(AccessDeniedError):
@@ -28,20 +33,20 @@ def load_configuration(context: str = "") -> Configuration:
     if context:
         try:
             config.load_kube_config(context=context, client_configuration=configuration)
-        except config.ConfigException as error:
-            raise NoClusterError(
-                f"context {context!r}: cannot be used ({error}); `kubectl config get-contexts` lists yours"
-            ) from None
+        except _UNUSABLE as error:
+            message = f"cannot be used: {_first_line(error)} ({kube_config.KUBE_CONFIG_DEFAULT_LOCATION})"
+            remedy = "set KUBECONFIG to the file that has it; `kubectl config get-contexts` lists its contexts"
+            raise NoClusterError(f"context {context!r} {message}; {remedy}") from None
         return configuration
     try:
         config.load_incluster_config(configuration)
     except config.ConfigException:
         try:
             config.load_kube_config(client_configuration=configuration)
-        except config.ConfigException as error:
+        except _UNUSABLE as error:
             raise NoClusterError(
                 f"no cluster is configured: this is not a pod with a service account, and no kubeconfig can be used "
-                f"({error}); set KUBECONFIG, or HOLDFAST_LAUNCHER=local to train on this machine"
+                f"({_first_line(error)}); set KUBECONFIG, or HOLDFAST_LAUNCHER=local to train on this machine"
             ) from None
     return configuration
 
@@ -55,14 +60,24 @@ def own_namespace(context: str = "") -> str:
         return namespace
     if NAMESPACE_FILE.exists():
         return NAMESPACE_FILE.read_text().strip()
-    return _namespace_of("")
+    try:
+        _, current = config.list_kube_config_contexts()
+    except _UNUSABLE:
+        return "default"
+    return str(current["context"].get("namespace") or "default")
 
 
 def _namespace_of(context: str) -> str:
-    """The namespace of a context of the kubeconfig; empty: of the current one."""
+    """The namespace of a context of the kubeconfig, which may have no current one."""
     try:
-        contexts, current = config.list_kube_config_contexts()
-    except config.ConfigException:
+        merged = kube_config.KubeConfigMerger(kube_config.KUBE_CONFIG_DEFAULT_LOCATION).config
+    except _UNUSABLE:
         return "default"
-    found = next((each for each in contexts if each["name"] == context), current)
-    return str(found["context"].get("namespace") or "default")
+    for each in (merged.safe_get("contexts") if merged is not None else None) or ():
+        if each.safe_get("name") == context and (settings := each.safe_get("context")) is not None:
+            return str(settings.get("namespace") or "default")
+    return "default"
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__

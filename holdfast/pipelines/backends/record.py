@@ -23,7 +23,7 @@ from holdfast.pipelines.backends.request import RunRequest
 from holdfast.runtime.secrets import redact
 from holdfast.search.method import Search
 from holdfast.spec import Spec, dump_spec, parse_spec, run_id
-from holdfast.spec.errors import DataError, ExitCode, HoldfastError, MissingError
+from holdfast.spec.errors import DataError, ExitCode, HoldfastError, MissingError, SpecError
 from holdfast.spec.json_parsing import parse_json
 from holdfast.spec.load import dump_written
 from holdfast.steps.jobs import outcome_of
@@ -280,7 +280,9 @@ def find_submission(store: Store, run: str, spec: Spec) -> Record | None:
 
 
 def _has_trial(request: RunRequest, spec: Spec) -> bool:
-    return any(request.spec.with_overrides(changes) == spec for changes in request.trials)
+    with suppress(SpecError):  # another version had other rules
+        return any(request.spec.with_overrides(changes) == spec for changes in request.trials)
+    return False
 
 
 def _records(store: Store, folders: Iterable[str]) -> list[Record]:

@@ -139,8 +139,8 @@ def profile(
     if as_json:
         print_json({"run_id": handle.id, "steps": steps, "trace": key and place(handle.store, key)})
     elif key:
-        print_operations(handle.store, key)
         out(f"trace: {place(handle.store, key)}")
+        print_operations(handle.store, key)
     else:
         out(f"requested from run {handle.id}; `holdfast show {handle.id[:8]}` shows the trace once it is saved")
 

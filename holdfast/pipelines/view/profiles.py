@@ -21,7 +21,7 @@ from holdfast.telemetry.events import AttemptBegan, LaunchBegan, LaunchEnded, Pr
 
 POLL_SECONDS = 1.0
 SILENT_SECONDS = 900.0  # without events before giving up; first steps may compile
-MOST_BYTES = 2**31  # of a trace that is read here; compressed a tenth of it
+MOST_BYTES = 2**28  # of a trace that is read here; as Python objects it takes about ten times as much
 ROWS = 20  # operations that are shown
 ON_ACCELERATOR = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})  # categories of events in the trace
 ON_PROCESSOR = frozenset({"cpu_op"})
@@ -68,8 +68,9 @@ class Operation:
     total: float
 
 
-def operations(trace: bytes, categories: frozenset[str]) -> list[Operation]:
-    """The operations of these categories in a compressed trace of torch's profiler, the longest own time first.
+def operations(trace: bytes, *kinds: frozenset[str]) -> list[list[Operation]]:
+    """The operations in a compressed trace of torch's profiler, the longest own time first: a list for each set of
+    categories.
 
     Raises DataError if it is damaged, or larger than MOST_BYTES.
     """
@@ -78,22 +79,22 @@ def operations(trace: bytes, categories: frozenset[str]) -> list[Operation]:
             text = stream.read(MOST_BYTES + 1)
         if len(text) > MOST_BYTES:
             raise DataError(
-                f"a trace of more than {MOST_BYTES >> 30} GiB has no table; open it in https://ui.perfetto.dev"
+                f"a trace of more than {MOST_BYTES >> 20} MiB has no table; open it in https://ui.perfetto.dev"
             )
-        events = [
-            event
-            for event in parse_json_object(text, "the trace", finite=False)["traceEvents"]
-            if event.get("cat") in categories
-        ]
-        threads: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
-        for event in events:
-            if event["ph"] == "X":
-                threads.setdefault((event["pid"], event["tid"]), []).append(event)
-        sums: dict[str, list[float]] = {}
-        for thread in threads.values():
-            _add_times(thread, sums)
+        events = parse_json_object(text, "the trace", finite=False)["traceEvents"]
+        return [_sums_of(events, categories) for categories in kinds]
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"the trace is damaged: {error}") from None
+
+
+def _sums_of(events: Iterable[Mapping[str, Any]], categories: frozenset[str]) -> list[Operation]:
+    threads: dict[tuple[Any, Any], list[Mapping[str, Any]]] = {}
+    for event in events:
+        if event.get("cat") in categories and event["ph"] == "X":
+            threads.setdefault((event["pid"], event["tid"]), []).append(event)
+    sums: dict[str, list[float]] = {}
+    for thread in threads.values():
+        _add_times(thread, sums)
     found = [Operation(name, int(calls), own, total) for name, (calls, own, total) in sums.items()]
     return sorted(found, key=lambda operation: (-operation.own, operation.name))
 
@@ -115,10 +116,10 @@ def _add_times(events: Iterable[Mapping[str, Any]], sums: dict[str, list[float]]
 
 def print_operations(store: Store, key: str) -> None:
     """Print what took longest in the trace at `key`: on the accelerator, if it has any, and on the processor."""
-    trace = read_bounded(store, key, MOST_BYTES // 10)
-    for place, categories in (("accelerator", ON_ACCELERATOR), ("processor", ON_PROCESSOR)):
-        if found := operations(trace, categories):
-            _print(place, found)
+    found = operations(read_bounded(store, key, MOST_BYTES), ON_ACCELERATOR, ON_PROCESSOR)
+    for place, of_place in zip(("accelerator", "processor"), found, strict=True):
+        if of_place:
+            _print(place, of_place)
 
 
 def _print(place: str, found: Sequence[Operation]) -> None:

@@ -26,6 +26,9 @@ def check_no_secrets_in_urls(spec: Spec) -> Iterator[Problem]:
     for index, source in enumerate(spec.data.sources):
         urls += [(f"data.sources.{index}.uri", source.uri), (f"data.sources.{index}.repo", source.repo)]
     urls += [(f"train.inputs.{index}.uri", given.uri) for index, given in enumerate(spec.train.inputs)]
+    urls += [(f"evaluation.tasks.{index}.uri", task.uri) for index, task in enumerate(spec.evaluation.tasks)]
+    if (checked := spec.data.cleaning.decontaminate) is not None:
+        urls += [(f"data.cleaning.decontaminate.tasks.{index}", uri) for index, uri in enumerate(checked.tasks)]
     for field, url in urls:
         if url and carries_secret(url):
             yield Problem(

@@ -53,7 +53,7 @@ def test_every_backend_class_states_the_capabilities_of_the_table() -> None:
     ("options", "backend", "words"),
     [
         (api.ClusterOptions(image="x"), "local", "--image: the backend local has no use for it"),
-        (api.ClusterOptions(endpoint="http://x"), "local", "add --backend with one of kubeflow, ssh, ray"),
+        (api.ClusterOptions(endpoint="http://x"), "local", "add --backend with one of kubeflow, argo, ssh, ray"),
     ],
 )
 def test_an_option_that_a_backend_does_not_have_is_refused(

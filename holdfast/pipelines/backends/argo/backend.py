@@ -6,7 +6,7 @@ repeated after a lost response, make one Workflow. A new Workflow with the next 
 
 from __future__ import annotations
 
-import itertools
+import os
 import time
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -16,7 +16,7 @@ from holdfast.launch.kubernetes.api_errors import ConflictError, TransientError
 from holdfast.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object, Resource
 from holdfast.launch.kubernetes.output import text_lines
 from holdfast.pipelines.backends import capabilities
-from holdfast.pipelines.backends.argo.contexts import PATIENCE_SECONDS, submit_in_order
+from holdfast.pipelines.backends.argo.contexts import PATIENCE_SECONDS, Notes, submit_in_order
 from holdfast.pipelines.backends.argo.emit import argo_objects, sweep_objects
 from holdfast.pipelines.backends.argo.template import labels, template_called, template_name, text_of
 from holdfast.pipelines.backends.explain import explained, known_of, store_named_by
@@ -132,8 +132,9 @@ class Argo:
         """Apply the template, and create the Workflow unless one of this request runs or has succeeded. If no context
         is named, the first one of the spec that takes it gets it."""
         if request.spec.cluster.contexts and not self._is_fixed:
-            contexts = request.spec.cluster.contexts
-            chosen, made = submit_in_order([Argo(self._namespace, context=context) for context in contexts], request)
+            places = [Argo(self._namespace, context=context) for context in request.spec.cluster.contexts]
+            url = request.store or request.spec.store or os.environ.get("HOLDFAST_STORE", "")
+            chosen, made = submit_in_order(places, request, Notes(url, _digest_of(request)))
             self._connected, self._context = chosen._connected, chosen._context
             return made
         self._use_namespace_of(request)
@@ -164,13 +165,14 @@ class Argo:
 
     def _next(self, request: RunRequest) -> tuple[RunStatus | None, Object]:
         """The Workflow of a request that runs or has succeeded, or else the one to create."""
-        for number in itertools.count(1):
+        number = 0
+        while True:
+            number += 1
             workflow = _workflow(request, self._api.namespace, number)
             existing = self._api.get(WORKFLOWS, workflow["metadata"]["name"])
             status = None if existing is None else self._status(existing)
             if status is None or status.unfinished or (status.state == SUCCEEDED and request.run_id):
                 return status, workflow
-        raise AssertionError("numbers do not end")
 
     def status(self, run: str) -> RunStatus:
         """The status of a Workflow and its nodes, with the records of its steps in the store."""
@@ -338,7 +340,7 @@ def _template(request: RunRequest, namespace: str | None) -> Object:
 
 def _workflow(request: RunRequest, namespace: str | None, number: int) -> Object:
     """The Workflow of a request; `number` counts the Workflows of the same request."""
-    request_digest = digest([request.question(), request.image, *([request.trials] if request.trials else [])])[:8]
+    request_digest = _digest_of(request)[:8]
     suffix, template = f"-{request_digest}-{number}", template_name(request.spec, "-sweep" if request.trials else "")
     name = template[: MAX_LABEL - len(suffix)] + suffix  # the name is also a label of the pods
     run = {RUN_LABEL: request.run_id} if request.run_id else {}
@@ -357,6 +359,10 @@ def _workflow(request: RunRequest, namespace: str | None, number: int) -> Object
             **account,
         },
     }
+
+
+def _digest_of(request: RunRequest) -> str:
+    return digest([request.question(), request.image, *([request.trials] if request.trials else [])])
 
 
 def _run_id(workflow: Object) -> str:

@@ -1,20 +1,29 @@
-"""Submission to the first of several clusters that takes a run (`cluster.contexts`)."""
+"""Submission to the first of several clusters that takes a run (`cluster.contexts`).
+
+A create request may be lost, or its response. So a cluster is noted in the store before the request, and the note is
+removed when the cluster refuses. A noted cluster that does not answer may have the run, and then no other one gets it.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from holdfast.launch.kubernetes.api_errors import OverQuotaError, WebhookAwayError
 from holdfast.pipelines.backends.interface import RunStatus
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError, HoldfastError, MissingError
+from holdfast.store import Store, layout, open_store
+from holdfast.store.json_reading import read_json_object
 
 PATIENCE_SECONDS = 20.0  # for a request to the server of a named context
+DEADLINE = 20.0  # seconds for the note, including retries
 
-# The server has taken nothing. After any other failure the Workflow may exist, so no second cluster is asked.
-_REFUSALS = (AccessDeniedError, MissingError, OverQuotaError, WebhookAwayError)
+_REFUSALS = (AccessDeniedError, MissingError, OverQuotaError, WebhookAwayError)  # the server has taken nothing
+_OF_THE_PLACE = (ClusterUnreachableError, *_REFUSALS)  # another place may answer otherwise
 
 log = logging.getLogger("holdfast.argo")
 
@@ -36,32 +45,88 @@ class Place(Protocol):
 P = TypeVar("P", bound=Place)
 
 
-def submit_in_order(places: Sequence[P], request: RunRequest) -> tuple[P, tuple[RunStatus, bool]]:
+class Notes:
+    """The contexts that may have the run of a request."""
+
+    def __init__(self, url: str, digest: str) -> None:
+        """`url` of the store; empty: unknown here. Without a store that answers, any context may have the run."""
+        self._key = layout.submission(digest)
+        self._store: Store | None = None
+        self._noted: list[str] | None = None  # None: unknown
+        with suppress(HoldfastError, OSError):
+            self._store = open_store(url, deadline=DEADLINE) if url else None
+            self._noted = self._read()
+
+    def may_have(self, context: str) -> bool:
+        """Whether a context may have the run."""
+        return self._noted is None or context in self._noted
+
+    def add(self, context: str) -> None:
+        """Note a context before the request to it."""
+        self._write([*(self._noted or ()), context])
+
+    def remove(self, context: str) -> None:
+        """Remove the note of a context that has refused."""
+        self._write([name for name in self._noted or () if name != context])
+
+    def _read(self) -> list[str] | None:
+        if self._store is None:
+            return None
+        try:
+            return [str(name) for name in read_json_object(self._store, self._key)["contexts"]]
+        except MissingError:
+            return []
+        except (KeyError, TypeError):
+            return None
+
+    def _write(self, names: list[str]) -> None:
+        if self._store is None:
+            return
+        try:
+            self._store.put(self._key, json.dumps({"contexts": list(dict.fromkeys(names))}).encode())
+            self._noted = names
+        except (HoldfastError, OSError) as error:
+            log.warning("the store does not keep which context may have the run: %s", error)
+            self._noted = None
+
+
+def submit_in_order(places: Sequence[P], request: RunRequest, notes: Notes) -> tuple[P, tuple[RunStatus, bool]]:
     """The place that runs a request, and what its `submit` returns: the first where it runs already or has succeeded,
     else the first that takes it.
 
-    If no place takes it, raises OverQuotaError (a quota of one is full), else ClusterUnreachableError (a server does
-    not answer), else AccessDeniedError. The message has the reason of each place.
+    Raises ClusterUnreachableError if a place that may have the run does not answer. If no place takes it, raises
+    OverQuotaError (a quota of one is full), else ClusterUnreachableError (a server does not answer), else
+    AccessDeniedError, else MissingError. The message has the reason of each place.
     """
     refused: dict[str, HoldfastError] = {}
     open_places: list[P] = []
     for place in places:
         try:
             found = place.submitted(request)
-        except HoldfastError as error:
+        except _OF_THE_PLACE as error:
             refused[place.context] = error
             log.warning("context %s is left out: %s", place.context, error)
             continue
         if found is not None:
             return place, (found, False)
         open_places.append(place)
+    for context, error in refused.items():
+        if isinstance(error, ClusterUnreachableError) and notes.may_have(context):
+            raise ClusterUnreachableError(
+                f"context {context} may have the run, and does not answer ({error}); run the same command again when "
+                "it does, or name another one with --endpoint if that cluster is lost"
+            )
     for place in open_places:
+        notes.add(place.context)
         try:
             return place, place.submit(request)
         except _REFUSALS as error:
+            if (found := place.submitted(request)) is not None:  # created by a request whose response was lost
+                return place, (found, True)
+            notes.remove(place.context)
             refused[place.context] = error
             log.warning("context %s does not take the run: %s", place.context, error)
-    kinds = (OverQuotaError, ClusterUnreachableError, AccessDeniedError)
-    kind = next((each for each in kinds if any(isinstance(one, each) for one in refused.values())), AccessDeniedError)
+    kinds = (OverQuotaError, ClusterUnreachableError, AccessDeniedError, MissingError)
+    kind = next(each for each in kinds if any(isinstance(one, each) for one in refused.values()))
     reasons = "; ".join(f"{context}: {error}" for context, error in refused.items())
     raise kind(f"no context of cluster.contexts takes the run: {reasons}")

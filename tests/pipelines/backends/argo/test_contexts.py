@@ -13,9 +13,11 @@ import yaml
 from holdfast import api as holdfast_api
 from holdfast.api import ClusterOptions
 from holdfast.launch.kubernetes.api_errors import OverQuotaError
+from holdfast.launch.kubernetes.configuration import own_namespace
 from holdfast.pipelines.backends import open_backend
 from holdfast.pipelines.backends.argo import contexts
 from holdfast.pipelines.backends.argo.backend import Argo
+from holdfast.pipelines.backends.interface import RunStatus
 from holdfast.pipelines.backends.record import find_record
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec import SpecError, parse_spec
@@ -58,8 +60,7 @@ def clusters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[s
 
 def request_for(*names: str, **more: Any) -> RunRequest:
     spec = parse_spec(
-        "{name: small, store: 'file:///nowhere/holdfast', data: {sources: [{uri: 'python:stdlib'}]}, "
-        f"cluster: {{contexts: [{', '.join(names)}]}}}}"
+        f"{{name: small, data: {{sources: [{{uri: 'python:stdlib'}}]}}, cluster: {{contexts: [{', '.join(names)}]}}}}"
     )
     return RunRequest(spec, run_id=RUN_ID, **more)
 
@@ -112,7 +113,57 @@ def test_no_second_cluster_is_asked_after_an_answer_that_may_be_lost(clusters: d
     clusters["first"].faults.append(refusal(StatusError(503, "etcd has a new leader")))
     with pytest.raises(ClusterUnreachableError):
         Argo().submit(request_for("first", "second"))
+    clusters["first"].away = True  # and the same command again
+    with pytest.raises(ClusterUnreachableError, match="context first may have the run"):
+        Argo().submit(request_for("first", "second"))
     assert workflows(clusters["second"]) == []
+    clusters["first"].away = False
+    clusters["first"].faults.clear()
+    assert Argo().submit(request_for("first", "second"))[0].endpoint == "first"
+    clusters["first"].away = True  # for less time than the run takes
+    with pytest.raises(ClusterUnreachableError, match="context first may have the run"):
+        Argo().submit(request_for("first", "second"))
+    assert workflows(clusters["second"]) == []
+
+
+def test_without_a_store_that_answers_any_silent_context_may_have_the_run(
+    clusters: dict[str, ApiServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HOLDFAST_STORE")
+    with pytest.raises(ClusterUnreachableError, match="context away may have the run"):
+        Argo().submit(request_for("away", "second"))
+    assert workflows(clusters["second"]) == []
+
+
+def test_a_workflow_that_was_created_before_a_quota_refuses_its_repetition_is_the_run(
+    clusters: dict[str, ApiServer],
+) -> None:
+    created: list[RunStatus] = []
+
+    def create_and_refuse(verb: str, kind: str) -> StatusError | None:
+        if (verb, kind) != ("create", "workflows") or clusters["first"].faults == []:
+            return None
+        clusters["first"].faults.clear()
+        created.append(Argo(context="first").submit(request_for("first", "second"))[0])
+        return QUOTA
+
+    clusters["first"].faults.append(create_and_refuse)
+    status, _ = Argo().submit(request_for("first", "second"))
+    assert [status] == created
+    assert workflows(clusters["second"]) == []
+
+
+@pytest.mark.parametrize("current", [True, False])
+def test_a_context_has_its_own_namespace(clusters: dict[str, ApiServer], tmp_path: Path, current: bool) -> None:
+    path = tmp_path / "kubeconfig"
+    document = yaml.safe_load(path.read_text())
+    document["contexts"][2]["context"]["namespace"] = "elsewhere"
+    if not current:
+        del document["current-context"]
+    path.write_text(yaml.safe_dump(document))
+    assert own_namespace("second") == "elsewhere"
+    assert own_namespace("first") == NAMESPACE
+    assert own_namespace("unknown") == "default"
 
 
 @pytest.mark.parametrize(
@@ -159,3 +210,14 @@ def test_a_named_context_is_the_only_one(clusters: dict[str, ApiServer]) -> None
 def test_a_text_that_is_no_name_of_a_context_is_refused(name: str) -> None:
     with pytest.raises(SpecError, match=r"cluster\.contexts"):
         request_for(f'"{name}"')
+
+
+@pytest.mark.parametrize("content", ["this: [is not", "[]", "contexts: 3", "\x00"])
+def test_a_kubeconfig_that_cannot_be_read_is_named(
+    clusters: dict[str, ApiServer], tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "kubeconfig").write_text(content)
+    with pytest.raises(AccessDeniedError, match=r"context 'first' cannot be used: .*kubeconfig\); set KUBECONFIG"):
+        Argo(context="first").submit(request_for("first"))
+    with pytest.raises(AccessDeniedError, match="no kubeconfig can be used"):
+        Argo().submit(request_for())
