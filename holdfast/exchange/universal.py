@@ -58,7 +58,7 @@ def export_universal(
     for file in MODEL_STATES:
         torch.save(_model_states(updates), folder / tag / file)
     with whole_file(folder / LATEST_UNIVERSAL, tag) as descriptor:
-        write(descriptor, tag.encode())
+        write(descriptor, [memoryview(tag.encode())])
 
 
 def _weights(checkpoint: Checkpoint) -> list[str]:
