@@ -163,6 +163,8 @@ class AnswerBatches:
     def _load(self, step: int, policy: str, rows: Rows, *, generates: bool) -> _Batch:
         """The answers for the step `step`, whose weights have the digest `policy` if they may be generated."""
         phases.enter("generate", step)
+        if self._server is not None:
+            self._server.start_step()
         prompts, size = self._prompts_of(step), self._settings.lot
         lots = range(-(-len(prompts) // size))
         with self._engine.generating() if generates else nullcontext() as decoder:
@@ -213,6 +215,7 @@ class AnswerBatches:
         replies = live if found is None or live is None else RecordedReplies(found.units)
         tokens = [prompt.tokens for prompt in prompts]
         if self._server is not None:
+            phases.enter("generate")  # the watchdog's limit is that of a lot
             generated = self._server.lot(policy, tokens)
         else:
             generated = generate_lot(decoder, tokens, places, self._sampling, replies)

@@ -24,7 +24,7 @@ from pydantic import BaseModel, Field, ValidationError
 from holdfast.model.decoder import Decoder
 from holdfast.model.export import export_files
 from holdfast.rollouts.generation import LENGTH, STOP, Generated, Sampling
-from holdfast.runtime import deadlines
+from holdfast.runtime import deadlines, heartbeat
 from holdfast.runtime.retry import retried
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.rollout import AnswerSource
@@ -78,16 +78,28 @@ class PolicyServer:
     def __init__(self, source: AnswerSource, sampling: Sampling, vocabulary: int) -> None:
         """The answers have tokens below `vocabulary`."""
         self._source, self._sampling, self._vocabulary = source, sampling, vocabulary
+        self._url = f"{source.url.rstrip('/')}/completions"
+        self.start_step()
+
+    def start_step(self) -> None:
+        """Give the lots of another step `timeout_seconds` together."""
+        self._left = self._source.timeout_seconds
 
     def lot(self, policy: str, prompts: Sequence[Sequence[int]]) -> list[list[Generated]]:
         """The answers to each prompt, of the weights with the digest `policy`. Raises MissingError if the server does
-        not answer with them within `timeout_seconds`, and DataError for an answer that is none."""
-        with ThreadPoolExecutor(REQUESTS) as pool:
-            return list(pool.map(lambda prompt: self._answers(policy, prompt), prompts))
+        not answer with them in the time that is left of the step's, and DataError for an answer that is none."""
+        if self._left <= 0:
+            raise self._no_answer("the earlier lots of the step took all of it")
+        began = time.monotonic()
+        limit = began + self._left
+        try:
+            with heartbeat.here.requesting(self._left), ThreadPoolExecutor(REQUESTS) as pool:
+                return list(pool.map(lambda prompt: self._answers(policy, prompt, limit), prompts))
+        finally:
+            self._left -= time.monotonic() - began
 
-    def _answers(self, policy: str, prompt: Sequence[int]) -> list[Generated]:
-        url, seconds = f"{self._source.url.rstrip('/')}/completions", self._source.timeout_seconds
-        limit = time.monotonic() + seconds
+    def _answers(self, policy: str, prompt: Sequence[int], limit: float) -> list[Generated]:
+        url = self._url
         body = json.dumps(
             {
                 "model": policy,
@@ -117,6 +129,7 @@ class PolicyServer:
             return completion
 
         try:
+            seconds = limit - time.monotonic()
             completion = retried(ask, _passes, first=PAUSE, longest=LONGEST_PAUSE, seconds=seconds)
         except StaleWeightsError as error:
             raise MissingError(
@@ -125,11 +138,15 @@ class PolicyServer:
                 "timeout_seconds"
             ) from None
         except (OSError, http.client.HTTPException) as error:
-            raise MissingError(
-                f"training.grpo.server: {url} gave no answer within {seconds:g} s ({error}); start "
-                "the server, then run the same command again: recorded answers are used"
-            ) from None
+            raise self._no_answer(error) from None
         return self._generated(completion, url)
+
+    def _no_answer(self, why: object) -> MissingError:
+        return MissingError(
+            f"training.grpo.server: {self._url} gave no answer within {self._source.timeout_seconds:g} s, the limit of "
+            f"a step on a rank ({why}); start the server or raise timeout_seconds, then run the same command again: "
+            "recorded answers are used"
+        )
 
     def _parsed(self, raw: bytes, url: str) -> _Completion:
         if len(raw) > MAX_BYTES:

@@ -22,7 +22,7 @@ SUFFIX = ".place"
 REMEMBERED = 32  # durations of steps
 _PAGE = 4096
 _MAGIC = 0x686F6C6466617374
-_NUMBER, _RANK, _WORLD, _STEP, _PHASE, _WAITING, _REQUESTS, _BEATS, _STEPS = range(9)  # 8-byte slots
+_NUMBER, _RANK, _WORLD, _STEP, _PHASE, _WAITING, _REQUESTS, _BEATS, _STEPS, _ALLOWED = range(10)  # 8-byte slots
 _DURATIONS, _OWN, _WAITED = 16, 64, 128  # offsets of the tables: of steps, and two by phase
 
 
@@ -35,9 +35,10 @@ class Seen:
     step: int  # optimizer steps done
     phase: int
     waiting: bool  # for other ranks
-    requests: int  # to the store, without a response yet
+    requests: int  # to the store or a server of answers, without a response yet
     beats: int  # marks so far
     steps: tuple[float, ...]  # seconds of the newest steps, REMEMBERED at most
+    allowed: float = 0.0  # seconds that an open request may take in addition to the usual limit
 
     @property
     def usual(self) -> float | None:
@@ -83,15 +84,19 @@ class HeartbeatPage:
             self._q[_WAITING] = 0
 
     @contextmanager
-    def requesting(self) -> Iterator[None]:
-        """Mark that a request to the store is in progress within the context. From any thread."""
+    def requesting(self, allowed: float = 0.0) -> Iterator[None]:
+        """Mark that a request is in progress within the context, to the store or to a server of answers. It may take
+        `allowed` seconds in addition to the usual limit of a request. From any thread."""
         with self._lock:
             self._q[_REQUESTS] += 1
+            self._d[_ALLOWED] = max(self._d[_ALLOWED], allowed)
         try:
             yield
         finally:
             with self._lock:
                 self._q[_REQUESTS] -= 1
+                if not self._q[_REQUESTS]:
+                    self._d[_ALLOWED] = 0.0
 
     def own(self, phase: int) -> float:
         """Seconds in a phase up to the newest mark, without time spent waiting for other ranks."""
@@ -137,6 +142,7 @@ class HeartbeatReader:
             q[_REQUESTS],
             q[_BEATS],
             tuple(self._d[_DURATIONS : _DURATIONS + count]),
+            self._d[_ALLOWED],
         )
 
 

@@ -97,8 +97,9 @@ class AnswerSource(Section):
         min_length=1,
     )
     timeout_seconds: float = runtime_field(
-        600.0,
-        "Limit of the answers to one prompt, in seconds, with the time in which the server loads the weights.",
+        300.0,
+        "Limit of all answers of a step on a rank, in seconds, with the time in which the server loads the weights. "
+        "With several ranks it is below `cluster.collective_timeout_minutes`.",
         gt=0,
         le=86400,
     )

@@ -7,7 +7,8 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,13 @@ import pytest
 from holdfast.model.hugging_face import open_weights
 from holdfast.rollouts.generation import Sampling
 from holdfast.rollouts.server import PolicyServer, _remove_older
+from holdfast.runtime import heartbeat
 from holdfast.spec import SpecError
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.rollout import AnswerSource
 from holdfast.store import layout, open_store
 from tests.checkpoint.ranks import in_ranks
-from tests.rollouts.prompt_run import prompt_spec, write_prompts
+from tests.rollouts.prompt_run import prompt_spec, turns_fields, write_prompts
 from tests.rollouts.test_training import answers, overrides
 from tests.train.ranks import identity_of, train_in_ranks, trained
 from tests.train.tiny_run import VOCABULARY
@@ -38,6 +40,9 @@ class Server(ThreadingHTTPServer):
         self.folder, self.requests = folder, list[dict[str, Any]]()
         self.failures, self.stale, self.change = 0, 0, dict[str, Any]()  # of the next responses; of each choice
         self.weights: dict[str, float] = {}  # sums of the published weights
+        self.seconds = 0.0  # of each response
+        self.look: Callable[[], heartbeat.Seen] | None = None  # called during each request
+        self.seen: list[heartbeat.Seen] = []  # its results
 
     @property
     def url(self) -> str:
@@ -52,6 +57,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.server.requests.append(body)
         name = body["model"]
+        if self.server.look is not None:
+            self.server.seen.append(self.server.look())
+        time.sleep(self.server.seconds)
         if self.server.failures:
             self.server.failures -= 1
             self.send_error(503)
@@ -149,10 +157,44 @@ def test_a_server_that_is_away_ends_the_run_with_an_error(server: Server) -> Non
         PolicyServer(away, SAMPLING, VOCABULARY).lot("now", PROMPTS)
 
 
-def test_a_server_answers_neither_an_environment_nor_adapters(server: Server) -> None:
+def test_all_lots_of_a_step_have_one_limit(server: Server) -> None:
+    server.seconds = 0.4
+    asking = asked(server, 0.7)
+    asking.lot("now", PROMPTS)
+    with pytest.raises(MissingError, match=r"within 0\.7 s, the limit of a step on a rank"):
+        for _ in range(3):
+            asking.lot("now", PROMPTS)
+    asking.start_step()
+    asking.lot("now", PROMPTS)
+
+
+def test_the_watchdog_sees_how_long_a_rank_waits_for_a_server(
+    server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "here", heartbeat.here)
+    heartbeat.publish(tmp_path, begins=0, outside=[])
+    page = heartbeat.HeartbeatReader(tmp_path / f"{os.getpid()}{heartbeat.SUFFIX}")
+    server.look = page.read
+    asked(server, 20).lot("now", PROMPTS)
+    assert [(seen.requests, seen.allowed) for seen in server.seen] == [(1, 20.0)] * 2
+    assert (page.read().requests, page.read().allowed) == (0, 0.0)
+
+
+def test_ranks_wait_longer_for_each_other_than_for_a_server(server: Server) -> None:
+    given = f"training.grpo.server={source(server, 600).model_dump_json()}"
+    ranks = ("parallel.processes=2", "parallel.strategy=ddp")
+    prompt_spec(given)
+    prompt_spec(given, *ranks, "cluster.collective_timeout_minutes=10.1")
+    with pytest.raises(SpecError, match=r"is not below cluster\.collective_timeout_minutes = 10"):
+        prompt_spec(given, *ranks)
+
+
+def test_a_server_answers_neither_an_environment_nor_adapters(server: Server, tmp_path: Path) -> None:
     given = f"training.grpo.server={source(server).model_dump_json()}"
     with pytest.raises(SpecError, match=r"not supported with training\.lora"):
         prompt_spec(given, "training.lora.rank=4")
+    with pytest.raises(SpecError, match="not supported with an environment"):
+        prompt_spec(given, *turns_fields(tmp_path / "code"))
 
 
 @pytest.mark.parametrize("kind", ["prompts", "text"])

@@ -104,6 +104,9 @@ def test_requests_of_any_thread_count_and_other_threads_do_not_wait(page: Heartb
         thread.start()
         thread.join()
     assert counted == [(2, False)]
+    with here.requesting(600.0), here.requesting(), here.requesting(30.0):
+        assert page.read().allowed == 600.0
+    assert page.read().allowed == 0.0
     assert page.read().requests == 0
 
 

@@ -141,12 +141,13 @@ def _packed(one: Watched) -> list[Any]:
         one.quiet,
         one.idle,
         one.stopped,
+        page.allowed,
     ]
 
 
 def _unpacked(packed: Sequence[Any], silent: float) -> Watched:
-    rank, world, step, phase, waiting, requests, beats, steps, quiet, idle, stopped = packed
-    page = Seen(rank, world, step, phase, waiting, requests, beats, tuple(steps))
+    rank, world, step, phase, waiting, requests, beats, steps, quiet, idle, stopped, allowed = packed
+    page = Seen(rank, world, step, phase, waiting, requests, beats, tuple(steps), allowed)
     if silent >= SILENT:
         return Watched(page, quiet + silent, idle + silent, silent, unheard=True)
     return Watched(page, quiet + silent, idle + silent, stopped)

@@ -23,7 +23,7 @@ ACROSS_NODES = 15.0  # seconds more for a rank of another node: its data is old,
 UNHEARD = 60.0  # seconds without a message from a node: a short pause is no hang
 STOPPED_OUTSIDE = 10.0  # seconds for a stopped rank while steps have no usual time yet, or if it is alone
 ALL_STOPPED = 600.0  # a person may stop a whole gang, or all ranks of a node, on purpose; then the collectives give up
-REQUESTING = 300.0  # a request to the store has its own deadline
+REQUESTING = 300.0  # a request to the store has its own deadline; one to a server of answers may take longer
 FIRST_STEPS = 900.0  # for the first steps, which may compile
 ASLEEP = 120.0  # seconds in which a rank did nothing in a first step, without waiting for another: it does not compile
 LONG: Mapping[Phase, float] = {
@@ -165,8 +165,9 @@ def _is_up(one: Watched, soon: float | None, *, alone: bool, together: bool) -> 
         return one.stopped >= patience
     if one.phase in LONG:
         return one.quiet >= LONG[one.phase]
-    if one.phase == "data" and one.seen.requests:
-        return one.quiet >= (FIRST_STEPS if soon is None else REQUESTING)
+    if one.phase in ("data", "generate") and one.seen.requests:
+        limit = REQUESTING + one.seen.allowed
+        return one.quiet >= (max(FIRST_STEPS, limit) if soon is None else limit)
     if soon is None:
         return one.quiet >= FIRST_STEPS or (not one.waiting and one.idle >= ASLEEP)
     patience = max(BUSY * soon, BUSY_SECONDS)

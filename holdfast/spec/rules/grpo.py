@@ -58,6 +58,11 @@ def _unanswered(spec: Spec) -> Iterator[Problem]:
         yield Problem("training.grpo.server", server.url, "is not supported with an environment", "remove one of them")
     if spec.training.lora.rank is not None:
         yield Problem("training.grpo.server", server.url, "is not supported with training.lora", "remove one of them")
+    minutes = spec.cluster.collective_timeout_minutes
+    if spec.world_size > 1 and server.timeout_seconds >= 60 * minutes:
+        problem = f"is not below cluster.collective_timeout_minutes = {minutes:g}, for which other ranks wait"
+        remedy = "lower it, or raise cluster.collective_timeout_minutes"
+        yield Problem("training.grpo.server.timeout_seconds", server.timeout_seconds, problem, remedy)
 
 
 def _unused(spec: Spec) -> Iterator[Problem]:

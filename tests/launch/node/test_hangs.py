@@ -25,9 +25,10 @@ def rank(
     steps: tuple[float, ...] = USUAL,
     world: int = 3,
     requests: int = 0,
+    allowed: float = 0.0,
 ) -> Watched:
     """A rank that sleeps in a phase."""
-    state = Seen(number, world, step, PHASES.index(phase), waiting, requests, 1000, steps)
+    state = Seen(number, world, step, PHASES.index(phase), waiting, requests, 1000, steps, allowed)
     return Watched(state, quiet, quiet if idle is None else idle, stopped)
 
 
@@ -99,6 +100,9 @@ def test_there_is_no_suspect_while_another_rank_progresses() -> None:
         rank(1, "start", quiet=900.0, steps=()),
         rank(1, "forward", quiet=600.0, idle=100.0, steps=()),  # the first steps compile
         rank(1, "data", quiet=100.0, requests=1),  # a slow store
+        rank(1, "generate", quiet=100.0, requests=1),
+        rank(1, "generate", quiet=890.0, requests=1, allowed=600.0),  # a slow server of answers
+        rank(1, "generate", quiet=1400.0, requests=1, allowed=1200.0, steps=()),
     ],
     ids=lambda one: one.phase,
 )
