@@ -110,10 +110,10 @@ def submit_in_order(places: Sequence[P], request: RunRequest, notes: Notes) -> t
         if found is not None:
             return place, (found, False)
         open_places.append(place)
-    for context, error in refused.items():
-        if isinstance(error, ClusterUnreachableError) and notes.may_have(context):
+    for context, reason in refused.items():
+        if isinstance(reason, ClusterUnreachableError) and notes.may_have(context):
             raise ClusterUnreachableError(
-                f"context {context} may have the run, and does not answer ({error}); run the same command again when "
+                f"context {context} may have the run, and does not answer ({reason}); run the same command again when "
                 "it does, or name another one with --endpoint if that cluster is lost"
             )
     for place in open_places:
@@ -128,5 +128,5 @@ def submit_in_order(places: Sequence[P], request: RunRequest, notes: Notes) -> t
             log.warning("context %s does not take the run: %s", place.context, error)
     kinds = (OverQuotaError, ClusterUnreachableError, AccessDeniedError, MissingError)
     kind = next(each for each in kinds if any(isinstance(one, each) for one in refused.values()))
-    reasons = "; ".join(f"{context}: {error}" for context, error in refused.items())
+    reasons = "; ".join(f"{context}: {reason}" for context, reason in refused.items())
     raise kind(f"no context of cluster.contexts takes the run: {reasons}")
