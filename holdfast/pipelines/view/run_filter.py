@@ -45,7 +45,8 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
     ast.In: lambda one, other: one in other,
     ast.NotIn: lambda one, other: one not in other,
 }
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
+_QUOTED_OR_HYPHENATED = re.compile(r"""('[^']*'|"[^"]*")|\b[A-Za-z_]\w*(?:-\w+)+""")
+_HYPHEN = "\u01c3"  # a letter in place of the hyphens of a word, which Python would read as a difference
 _WORDS = {"true": True, "false": False, "none": None, "null": None}
 
 
@@ -85,7 +86,10 @@ class _Condition:
         if len(text) > LONGEST:
             raise UsageError(f"has {len(text):,} characters", "--where", f"use at most {LONGEST:,}")
         try:
-            self._tree = ast.parse(text.strip(), mode="eval").body
+            self._source = _QUOTED_OR_HYPHENATED.sub(
+                lambda found: found[1] or found[0].replace("-", _HYPHEN), text.strip()
+            )
+            self._tree = ast.parse(self._source, mode="eval").body
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             column = getattr(error, "offset", None) or len(text.strip()) + 1
             raise self._refused(column, "cannot be read", "write such as: loss < 3 and tag == 'x'") from None
@@ -112,7 +116,7 @@ class _Condition:
     def _compare(self, kind: ast.cmpop, left: Any, right: Any, node: ast.expr) -> bool:
         compare = _COMPARE.get(type(kind))
         if compare is None:
-            raise self._refused(node.col_offset + 1, "follows an unknown comparison", "use < <= > >= == != in")
+            raise self._refused(self._column(node), "follows an unknown comparison", "use < <= > >= == != in")
         if isinstance(kind, ast.Lt | ast.LtE | ast.Gt | ast.GtE) and (left is None or right is None):
             return False
         try:
@@ -122,15 +126,15 @@ class _Condition:
             return compare(left, right)
         except TypeError:
             message = f"is compared with {left!r}, which is of another kind"
-            raise self._refused(node.col_offset + 1, message, "compare numbers with numbers, text with text") from None
+            raise self._refused(self._column(node), message, "compare numbers with numbers, text with text") from None
 
     def _field(self, node: ast.expr, values: Mapping[str, Any]) -> Any:
         """The value of a field: the left side of a comparison, or a whole condition."""
         name = _dotted(node)
         if name is None:
-            raise self._refused(node.col_offset + 1, "is no field", "write FIELD OPERATOR VALUE")
+            raise self._refused(self._column(node), "is no field", "write FIELD OPERATOR VALUE")
         if name not in self._known:
-            raise self._refused(node.col_offset + 1, f"{name!r} is no field of a run", _hint(name, self._known))
+            raise self._refused(self._column(node), f"{name!r} is no field of a run", _hint(name, self._known))
         return values.get(name)
 
     def _literal(self, node: ast.expr, values: Mapping[str, Any]) -> Any:
@@ -144,11 +148,12 @@ class _Condition:
             return [self._literal(each, values) for each in node.elts]
         if (name := _dotted(node)) is not None:
             return values.get(name) if name in self._known else _WORDS.get(name.lower(), name)
-        source = ast.get_source_segment(self._text.strip(), node) or ""
-        if isinstance(node, ast.BinOp) and _NAME.fullmatch(source):  # Python reads `a-b` as a difference
-            return source
         message = "is no value"
-        raise self._refused(node.col_offset + 1, message, "put text with other characters in quotes: tag == 'a b'")
+        raise self._refused(self._column(node), message, "put text with other characters in quotes: tag == 'a b'")
+
+    def _column(self, node: ast.expr) -> int:
+        """The position of a node, from 1. Python counts bytes."""
+        return len(self._source.encode()[: node.col_offset].decode()) + 1
 
     def _refused(self, column: int, message: str, remedy: str) -> UsageError:
         return UsageError(f"{self._text.strip()!r}, position {column}: {message}", "--where", remedy)
@@ -156,9 +161,9 @@ class _Condition:
 
 def _dotted(node: ast.expr) -> str | None:
     if isinstance(node, ast.Name):
-        return node.id
+        return node.id.replace(_HYPHEN, "-")
     if isinstance(node, ast.Attribute) and (before := _dotted(node.value)) is not None:
-        return f"{before}.{node.attr}"
+        return f"{before}.{node.attr.replace(_HYPHEN, '-')}"
     return None
 
 

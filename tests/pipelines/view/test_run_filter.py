@@ -58,6 +58,8 @@ def ids(store: Store, where: str = "", sort: str = "run") -> str:
         ("loss == None", "c"), ("loss < training.seed", ""), ("training.seed < loss", "ab"), ("tag > w", "ab"),
         ("tag in [x, y]", "ab"), ("tag not in [x]", "c"), ("loss not in [2.5]", "bc"), ("loss < evaluation.bits", ""),
         ("tag == long-tag", "a"), ("tag in [y, long-tag] and loss < 3", "a"), ("tag == long-tag-2", ""),
+        ("tag == run-007 or loss < 3", "a"), ("tag in [gpt-4o, a-in-b, x-y.z]", ""), ("tag == 'long-tag'", "a"),
+        ("note == 'gpt-4o' or loss > 3", "b"), ("loss > 1e-3", "ab"),
     ],
 )  # fmt: skip
 def test_a_condition_chooses_runs(store: Store, where: str, expected: str | None) -> None:
@@ -74,6 +76,7 @@ def test_a_condition_chooses_runs(store: Store, where: str, expected: str | None
         ("loss < ", "position 7: cannot be read"),
         ("los < 3", "position 1: 'los' is no field of a run; did you mean 'loss'?"),
         ("loss < 3 or los > 1", "position 13: 'los' is no field"),
+        ("tag == long-tag and los < 3", "position 21: 'los' is no field"),
         ("tag == a - b", "position 8: is no value; put text with other characters in quotes"),
         ("loss < 'x'", "position 8: is compared with 2.5"),
         ("tag < 3", "position 7: is compared with ["),
