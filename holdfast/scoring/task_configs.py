@@ -9,11 +9,11 @@ from __future__ import annotations
 import posixpath
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
-from holdfast.spec.errors import DataError, MissingError
+from holdfast.spec.errors import DataError, MissingError, shown
 from holdfast.spec.operations import Task
 from holdfast.store import Store
 
@@ -33,6 +33,10 @@ MEMBER = frozenset({"task", "group", "task_alias", "group_alias", "aggregate_met
 GROUP = MEMBER | {"tag"}
 TEXT_BYTES = 2**20  # of a task file at most
 MAX_FILES = 2000  # YAML files in the folder of a group
+MAX_LISTED = 20_000  # files of any kind in it
+MAX_INCLUDES = 20  # files of which each one includes the next one
+MAX_DEPTH = 40  # lists and mappings inside each other, in a task file
+MAX_EXPANDED = 2 * TEXT_BYTES  # characters and values of a task file, with its aliases written out
 SUFFIXES = (".yaml", ".yml")
 
 
@@ -58,12 +62,14 @@ def read_configs(store: Store, name: str, task: Task) -> TaskConfigs:
     reader = _TaskReader(store, task)
     config = reader.read(name)
     if "group" in config:
+        title = config["group"]
+        if not isinstance(title, str):
+            raise DataError(f"evaluation.tasks: {task.uri}: `group` is {shown(title)}; give the name of the group")
         groups, tasks = reader.members(config)
-        title = str(config["group"])
         _require_metric([entry["metric"] for entry in _aggregates(config, task.uri)], task)
     else:
         reader.require_task(config, task.uri)
-        groups, tasks, title = (), (config,), str(config["task"])
+        groups, tasks, title = (), (config,), config["task"]
         _require_metric([metric["metric"] for metric in config.get("metric_list") or ()], task)
     others = {other: text for other, text in sorted(reader.used().items()) if other != name}
     return TaskConfigs(title, tasks, groups, reader.texts[name], others)
@@ -81,7 +87,7 @@ def _aggregates(group: Mapping[str, Any], uri: str) -> list[dict[str, Any]]:
         isinstance(e, dict) and isinstance(e.get("metric"), str) for e in entries
     ):
         raise DataError(
-            f"evaluation.tasks: {uri}: aggregate_metric_list is {entries!r:.80}; list entries with `metric`"
+            f"evaluation.tasks: {uri}: aggregate_metric_list is {shown(entries)}; list entries with `metric`"
         )
     return entries
 
@@ -92,14 +98,16 @@ class _TaskReader:
     def __init__(self, store: Store, task: Task) -> None:
         self._store, self._uri = store, task.uri
         self.texts: dict[str, str] = {}
-        self._used: dict[str, set[str]] = {}  # the files behind each file that was read whole
+        self._loaded: dict[str, dict[str, Any] | DataError | MissingError] = {}
+        self._complete: dict[str, dict[str, Any]] = {}  # with includes
+        self._used: dict[str, set[str]] = {}  # the files behind each complete file
         self._needed: set[str] = set()
 
     def read(self, name: str) -> dict[str, Any]:
         """The configuration of a file with its includes. The digest covers it."""
         config = self._merged(name, ())
         self._needed |= self._used[name]
-        return config
+        return _relative(config, posixpath.dirname(name))
 
     def used(self) -> dict[str, str]:
         """The texts of the files that take part."""
@@ -108,7 +116,7 @@ class _TaskReader:
     def members(self, group: dict[str, Any]) -> tuple[tuple[dict[str, Any], ...], tuple[dict[str, Any], ...]]:
         """The groups and the tasks that a group reaches, itself first. Raises DataError for a name that no file has."""
         files, tags = self._index()
-        groups, tasks = {str(group["group"]): group}, dict[str, dict[str, Any]]()
+        groups, tasks = {group["group"]: group}, dict[str, dict[str, Any]]()
         pending = list(self._names(group))
         while pending:
             name = pending.pop(0)
@@ -121,12 +129,17 @@ class _TaskReader:
                     f"evaluation.tasks: {self._uri}: no file in its folder has the task or group {name!r}; nothing is "
                     "downloaded, so put its file there"
                 )
-            config = self.read(files[name])
+            where, *same = files[name]
+            if same:
+                raise DataError(
+                    f"evaluation.tasks: {self._uri}: {where} and {same[0]} both define {name!r}; remove or rename one"
+                )
+            config = self.read(where)
             if "group" in config:
                 groups[name] = config
                 pending += self._names(config)
             else:
-                self.require_task(config, files[name])
+                self.require_task(config, where)
                 tasks[name] = config
         if not tasks:
             raise DataError(f"evaluation.tasks: {self._uri}: the group has no task; name tasks in its list `task`")
@@ -144,25 +157,28 @@ class _TaskReader:
             raise DataError(f"evaluation.tasks: {where}: fewshot_config may have {', '.join(sorted(FEWSHOT))} only")
         if config.get("dataset_path") not in LOADERS:
             raise DataError(
-                f"evaluation.tasks: {where}: dataset_path is {config.get('dataset_path')!r}; local data are read by "
-                f"one of {', '.join(LOADERS)}, with dataset_kwargs: {{data_files: ...}}"
+                f"evaluation.tasks: {where}: dataset_path is {shown(config.get('dataset_path'))}; local data are read "
+                f"by one of {', '.join(LOADERS)}, with dataset_kwargs: {{data_files: ...}}"
             )
-        for metric in config.get("metric_list") or ():
+        metrics = config.get("metric_list") or ()
+        if not isinstance(metrics, list | tuple):
+            raise DataError(f"evaluation.tasks: {where}: metric_list is {shown(metrics)}; list entries with `metric`")
+        for metric in metrics:
             if not isinstance(metric, dict) or metric.get("hf_evaluate") or metric.get("metric") not in METRICS:
                 raise DataError(
-                    f"evaluation.tasks: {where}: metric {metric!r} is none of the library's own, and another one "
+                    f"evaluation.tasks: {where}: metric {shown(metric)} is none of the library's own, and another one "
                     f"would be fetched and run; use one of {', '.join(METRICS)}"
                 )
             if metric["metric"] == PASSED_TESTS and config.get("output_type") != "generate_until":
                 raise DataError(f"evaluation.tasks: {where}: {PASSED_TESTS} needs output_type: generate_until")
         kwargs = config.get("dataset_kwargs") or {}
-        if set(kwargs) != {"data_files"} or not kwargs["data_files"]:
+        if not isinstance(kwargs, dict) or set(kwargs) != {"data_files"} or not kwargs["data_files"]:
             raise DataError(f"evaluation.tasks: {where}: dataset_kwargs must have data_files, and nothing else")
 
     def _names(self, group: Mapping[str, Any]) -> Iterator[str]:
         """The names that a group lists, also in groups that it defines itself."""
         _aggregates(group, self._uri)
-        unknown = sorted(set(group) - GROUP)
+        unknown = sorted(set(group) - GROUP, key=str)
         if unknown:
             raise DataError(
                 f"evaluation.tasks: {self._uri}: group {group.get('group')!r:.80} sets `{unknown[0]}`; set it in the "
@@ -178,53 +194,84 @@ class _TaskReader:
                 yield member["task"]
             else:
                 raise DataError(
-                    f"evaluation.tasks: {self._uri}: member {member!r:.80} of group {group.get('group')!r:.80}; name a "
-                    "task, a group or a tag of a file in this folder"
+                    f"evaluation.tasks: {self._uri}: member {shown(member)} of group {group.get('group')!r:.80}; name "
+                    "a task, a group or a tag of a file in this folder"
                 )
 
-    def _index(self) -> tuple[dict[str, str], dict[str, list[str]]]:
-        """The file of each task and group in the folder, and the tasks of each tag. Other files are ignored."""
-        names = [info.key for info in self._store.list("") if info.key.endswith(SUFFIXES) and info.size <= TEXT_BYTES]
+    def _index(self) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+        """The files of each task and group in the folder, and the tasks of each tag. Other files are ignored."""
+        names = list[str]()
+        for count, info in enumerate(self._store.list("")):
+            if count >= MAX_LISTED:
+                self._refuse_folder(f"more than {MAX_LISTED:,} files")
+            if info.key.endswith(SUFFIXES) and info.size <= TEXT_BYTES:
+                names.append(info.key)
         if len(names) > MAX_FILES:
-            raise DataError(
-                f"evaluation.tasks: {self._uri}: {len(names):,} YAML files in its folder; {MAX_FILES} at most"
-            )
-        files, tags = dict[str, str](), dict[str, list[str]]()
+            self._refuse_folder(f"{len(names):,} YAML files, {MAX_FILES:,} at most are read")
+        files, tags = dict[str, list[str]](), dict[str, list[str]]()
         for name in names:
             try:
                 config = self._merged(name, ())
             except (DataError, MissingError):
                 continue  # it may belong to something else; a needed name is then missing
             title = config.get("group", config.get("task"))
-            if isinstance(title, str) and files.setdefault(title, name) != name:
-                raise DataError(f"evaluation.tasks: {self._uri}: {files[title]} and {name} both define {title!r}")
-            listed = config.get("tag") or ()
-            for tag in [listed] if isinstance(listed, str) else listed:
-                if isinstance(title, str) and "group" not in config:
-                    tags.setdefault(str(tag), []).append(title)
+            if not isinstance(title, str):
+                continue
+            files.setdefault(title, []).append(name)
+            listed = config.get("tag")
+            for tag in listed if isinstance(listed, list) else [listed]:
+                if isinstance(tag, str) and "group" not in config:
+                    tags.setdefault(tag, []).append(title)
         return files, tags
+
+    def _refuse_folder(self, content: str) -> NoReturn:
+        raise DataError(
+            f"evaluation.tasks: {self._uri}: its folder and those below it have {content}; move the task files and "
+            "their data to a separate folder"
+        )
 
     def _merged(self, name: str, above: tuple[str, ...]) -> dict[str, Any]:
         """A file with its includes, whose keys it overrides."""
-        config = self._load(name)
-        self._used[name] = {name}
+        if name in self._complete:
+            return self._complete[name]
+        config = dict(self._load(name))
+        includes = config.pop("include", None)
+        includes = includes if isinstance(includes, list) else [includes] if includes is not None else []
+        if not all(isinstance(include, str) for include in includes) or len(above) > MAX_INCLUDES:
+            raise DataError(
+                f"evaluation.tasks: {self._uri}: {name} includes {shown(includes)}; name files, at most "
+                f"{MAX_INCLUDES} of which each one includes the next one"
+            )
         merged: dict[str, Any] = {}
-        includes = config.pop("include", None) or ()
-        for include in [includes] if isinstance(includes, str) else includes:
-            path = posixpath.normpath(posixpath.join(posixpath.dirname(name), str(include)))
-            if path.startswith(("/", "..")) or "://" in str(include):
+        used = {name}
+        for include in includes:
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(name), include))
+            if path.startswith(("/", "..")) or "://" in include:
                 raise DataError(
-                    f"evaluation.tasks: {self._uri}: {name} includes {include!r:.200}; only files in the folder "
+                    f"evaluation.tasks: {self._uri}: {name} includes {shown(include)}; only files in the folder "
                     "of the task, or below it, are read"
                 )
             if path in (name, *above):
                 raise DataError(f"evaluation.tasks: {self._uri}: {name} includes {path}, which includes {name}")
             merged |= self._merged(path, (name, *above))
-            self._used[name] |= self._used[path]
+            used |= self._used[path]
         merged.pop("task_list", None)
-        return _relative(merged | config, posixpath.dirname(name)) if not above else merged | config
+        self._complete[name], self._used[name] = merged | config, used
+        return self._complete[name]
 
     def _load(self, name: str) -> dict[str, Any]:
+        """The content of a file without its includes. Each file is read once."""
+        if name not in self._loaded:
+            try:
+                self._loaded[name] = self._parsed(name)
+            except (DataError, MissingError) as error:
+                self._loaded[name] = error
+        loaded = self._loaded[name]
+        if isinstance(loaded, Exception):
+            raise loaded
+        return loaded
+
+    def _parsed(self, name: str) -> dict[str, Any]:
         where = self._uri if self._uri.endswith(f"/{name}") or self._uri == name else f"{self._uri}: {name}"
         if (info := self._store.stat(name)) is None:
             raise MissingError(f"evaluation.tasks: there is no task file {where}")
@@ -235,15 +282,36 @@ class _TaskReader:
         raw = self._store.get(name)
         try:
             config = yaml.safe_load(raw)
-        except (yaml.YAMLError, ValueError) as error:  # ValueError: a number with thousands of digits
+        # ValueError: a number with thousands of digits. RecursionError: deep lists. Others: a text that does not fit
+        # its tag, such as `!!bool x`.
+        except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
+            reason = str(error).partition("\n")[0] or type(error).__name__
             raise DataError(
-                f"evaluation.tasks: {where} is no plain YAML ({str(error).splitlines()[0]}): `!function` runs Python "
+                f"evaluation.tasks: {where} is no plain YAML ({reason}): `!function` runs Python "
                 "that the file brings, so it is refused; write the prompt as a template"
             ) from error
         if not isinstance(config, dict):
             raise DataError(f"evaluation.tasks: {where} has no `task`, the name of the task")
+        _require_plain(config, where)
         self.texts[name] = raw.decode(errors="backslashreplace")
         return config
+
+
+def _require_plain(config: Any, where: str) -> None:
+    """Raise DataError for aliases that refer to themselves, or are far longer than the file when written out."""
+    expanded, pending = 0, [(config, 1)]
+    while pending:
+        value, depth = pending.pop()
+        expanded += len(value) if isinstance(value, str | bytes) else 0
+        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        if depth > MAX_DEPTH or expanded > MAX_EXPANDED:
+            raise DataError(
+                f"evaluation.tasks: {where}: its lists and mappings are more than {MAX_DEPTH} levels deep, or longer "
+                f"than {MAX_EXPANDED:,} characters with YAML's aliases (`*name`) written out; write it without aliases"
+            )
+        if isinstance(inner, list | tuple | set):
+            expanded += len(inner)
+            pending += [(each, depth + 1) for each in inner]
 
 
 def _relative(config: dict[str, Any], folder: str) -> dict[str, Any]:

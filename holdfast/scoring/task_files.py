@@ -15,7 +15,7 @@ from typing import Any
 from blake3 import blake3
 
 from holdfast.scoring.task_configs import TaskConfigs, read_configs
-from holdfast.spec.errors import DataError, MissingError
+from holdfast.spec.errors import DataError, MissingError, shown
 from holdfast.spec.identity import digest
 from holdfast.spec.operations import Task
 from holdfast.store import Store, open_store
@@ -117,7 +117,7 @@ def _names(files: Any) -> Iterator[str]:
         for entry in files.values() if isinstance(files, dict) else files:
             yield from _names(entry)
     else:
-        raise DataError(f"evaluation.tasks: data_files has {files!r}: name files, in a list or by split")
+        raise DataError(f"evaluation.tasks: data_files has {shown(files)}: name files, in a list or by split")
 
 
 def _sizes(store: Store, names: Sequence[str], uri: str) -> dict[str, int]:

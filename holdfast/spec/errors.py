@@ -129,7 +129,10 @@ _short.maxstring = _short.maxother = _short.maxlong = SHOWN_CHARACTERS
 
 def shown(value: object) -> str:
     """A value in a message, shortened if it is large or deep."""
-    text = _short.repr(value)
+    try:
+        text = _short.repr(value)
+    except ValueError:  # Python refuses to print the longest numbers
+        return "a number with too many digits"
     return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 3] + "..."
 
 
