@@ -107,7 +107,7 @@ def _library_tasks(found: TaskFiles, folder: Path) -> tuple[Any, Any]:
     `folder`."""
     from lm_eval.tasks import TaskManager
 
-    local = {file_name: fetch(found, file_name, folder) for file_name in found.contents}
+    local = {file_name: fetch(found, file_name, folder / "data") for file_name in found.contents}
     configs = []
     for config in found.configs.tasks:
         files = placed(config["dataset_kwargs"]["data_files"], local)

@@ -17,7 +17,7 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.generate import generate, sample
 from holdfast.scoring.task_files import find_task
 from holdfast.scoring.task_model import library_model, likelihoods
-from holdfast.scoring.tasks import score_tasks
+from holdfast.scoring.tasks import _library_tasks, score_tasks
 from holdfast.spec.errors import DataError
 from holdfast.spec.operations import Task
 from tests.model.tiny_model import decoder, shape, tokenizer_json
@@ -46,6 +46,13 @@ def test_a_group_is_the_mean_of_its_questions(tmp_path: Path) -> None:
     assert [part.examples for part in parts] == [6, 3]
     assert (group.task, group.examples, group.higher_is_better) == ("mmlu", 9, True)
     assert group.value == pytest.approx(sum(part.value * part.examples for part in parts) / 9, abs=1e-12)
+
+
+def test_data_may_be_in_folders_of_any_name(tmp_path: Path) -> None:
+    task = bundle(tmp_path)
+    (tmp_path / "deep").rename(tmp_path / "index")
+    manager, wanted = _library_tasks(find_task(task), tmp_path / "local")
+    assert wanted == "mmlu" and {"mmlu_law", "mmlu_algebra"} <= set(manager.all_tasks)
 
 
 def flattened(folder: Path) -> list[str]:
