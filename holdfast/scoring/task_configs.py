@@ -7,7 +7,7 @@ YAML is read. What would download data or run code is refused.
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -26,6 +26,13 @@ METRICS = (
     """.split(),
     PASSED_TESTS,
 )
+LOWER_IS_BETTER = (*"bits_per_byte brier_score byte_perplexity perplexity ter word_perplexity".split(),)
+DEFAULT_METRICS = {  # of a task without `metric_list`, by output_type
+    "loglikelihood": ("perplexity", "acc"),
+    "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
+    "multiple_choice": ("acc", "acc_norm"),
+    "generate_until": ("exact_match",),
+}
 LOADERS = ("json", "csv", "parquet", "text")  # loaders of `datasets` that read files and download nothing
 FOREIGN = ("class", "custom_dataset", "unsafe_code", "use_prompt")
 FEWSHOT = frozenset({"sampler", "split"})
@@ -36,7 +43,7 @@ MAX_FILES = 2000  # YAML files in the folder of a group
 MAX_LISTED = 20_000  # files of any kind in it
 MAX_INCLUDES = 20  # files of which each one includes the next one
 MAX_DEPTH = 40  # lists and mappings inside each other, in a task file
-MAX_EXPANDED = 2 * TEXT_BYTES  # characters and values of a task file, with its aliases written out
+MAX_EXPANDED = TEXT_BYTES  # characters and values of a task file, with its aliases written out
 SUFFIXES = (".yaml", ".yml")
 
 
@@ -50,6 +57,7 @@ class TaskConfigs:
     groups: tuple[dict[str, Any], ...] = ()  # the one to score first
     text: str = ""  # of the first file
     others: Mapping[str, str] = field(default_factory=dict)  # the texts of all other files, by name
+    higher_is_better: bool = True  # of the metric that counts
 
     def identity(self) -> dict[str, Any]:
         """What a digest of the files covers."""
@@ -66,18 +74,65 @@ def read_configs(store: Store, name: str, task: Task) -> TaskConfigs:
         if not isinstance(title, str):
             raise DataError(f"evaluation.tasks: {task.uri}: `group` is {shown(title)}; give the name of the group")
         groups, tasks = reader.members(config)
-        _require_metric([entry["metric"] for entry in _aggregates(config, task.uri)], task)
+        filters = _aggregated_filters(config, task)
     else:
         reader.require_task(config, task.uri)
         groups, tasks, title = (), (config,), config["task"]
-        _require_metric([metric["metric"] for metric in config.get("metric_list") or ()], task)
+        filters = set()
+    is_better = _higher_is_better(tasks, filters | ({task.filter} if task.filter else set()), task)
     others = {other: text for other, text in sorted(reader.used().items()) if other != name}
-    return TaskConfigs(title, tasks, groups, reader.texts[name], others)
+    return TaskConfigs(title, tasks, groups, reader.texts[name], others, is_better)
 
 
-def _require_metric(metrics: list[str], task: Task) -> None:
-    if metrics and task.metric not in metrics:
-        raise DataError(f"evaluation.tasks: {task.uri} has no metric {task.metric!r}; it has {', '.join(metrics)}")
+def _aggregated_filters(group: Mapping[str, Any], task: Task) -> set[str]:
+    """The filters that a group names for the metric; empty if it takes all. Raises DataError for a missing metric or
+    filter."""
+    entries = _aggregates(group, task.uri)
+    named = [entry.get("filter_list") for entry in entries if entry["metric"] == task.metric]
+    if not named:
+        has = ", ".join(entry["metric"] for entry in entries) or "none: add it to its aggregate_metric_list"
+        raise DataError(f"evaluation.tasks: {task.uri} has no metric {task.metric!r}; it has {has}")
+    lists = [[names] if isinstance(names, str) else names for names in named if names]
+    if not all(isinstance(names, list) and all(isinstance(each, str) for each in names) for names in lists):
+        raise DataError(f"evaluation.tasks: {task.uri}: filter_list is {shown(lists)}; list names of filters")
+    filters = {each for names in lists for each in names}
+    if len(lists) == len(named) and task.filter and task.filter not in filters:
+        raise DataError(_no_filter(task.uri, task, filters))
+    return filters
+
+
+def _higher_is_better(configs: Iterable[Mapping[str, Any]], filters: set[str], task: Task) -> bool:
+    """The direction of the metric, which all tasks must have with these filters. Raises DataError."""
+    directions: dict[bool, str] = {}
+    for config in configs:
+        where = f"{task.uri}: task {config['task']!r}"
+        output = str(config.get("output_type", "generate_until"))
+        metrics = config.get("metric_list") or [{"metric": name} for name in DEFAULT_METRICS.get(output, ())]
+        found = {metric["metric"]: metric for metric in metrics}
+        if task.metric not in found:
+            raise DataError(f"evaluation.tasks: {where} has no metric {task.metric!r}; it has {', '.join(found)}")
+        has = config.get("filter_list") or [{"name": "none"}]
+        if not isinstance(has, list) or not all(isinstance(e, dict) and isinstance(e.get("name"), str) for e in has):
+            raise DataError(f"evaluation.tasks: {where}: filter_list is {shown(has)}; list entries with `name`")
+        for name in sorted(filters - {entry["name"] for entry in has}):
+            raise DataError(_no_filter(where, task, [entry["name"] for entry in has], name))
+        direction = found[task.metric].get("higher_is_better", task.metric not in LOWER_IS_BETTER)
+        if not isinstance(direction, bool):
+            raise DataError(f"evaluation.tasks: {where}: higher_is_better is {shown(direction)}; write true or false")
+        directions.setdefault(direction, str(config["task"]))
+    if len(directions) > 1:
+        raise DataError(
+            f"evaluation.tasks: {task.uri}: a higher {task.metric} is better in task {directions[True]!r} and worse in "
+            f"task {directions[False]!r}; write the same higher_is_better in both"
+        )
+    return True in directions
+
+
+def _no_filter(where: str, task: Task, names: Iterable[str], name: str | None = None) -> str:
+    return (
+        f"evaluation.tasks: {where} has no metric {task.metric!r} of filter {name or task.filter!r}; it has the "
+        f"filters {', '.join(sorted(names))}"
+    )
 
 
 def _aggregates(group: Mapping[str, Any], uri: str) -> list[dict[str, Any]]:

@@ -96,8 +96,8 @@ def _score(
         digest=found.digest,
         metric=task.metric,
         shots=task.shots,
-        value=_figure(results["results"][name], found),
-        higher_is_better=bool(results["higher_is_better"][name].get(task.metric, True)),
+        value=_figure(results["results"].get(name, {}), found),
+        higher_is_better=found.configs.higher_is_better,
         examples=sum(int(counts["effective"]) for counts in results["n-samples"].values()),
     )
 

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from holdfast.scoring.task_configs import MAX_LISTED, read_configs
-from holdfast.scoring.task_files import find_task
+from holdfast.scoring.task_files import find_task, require_tasks
 from holdfast.spec.errors import DataError
 from holdfast.store import Store, open_store
 from tests.scoring.task_bundle import bundle
@@ -138,3 +138,49 @@ def test_a_folder_with_too_many_files_is_refused_after_a_bounded_listing(
     ):
         read_configs(store, "mmlu.yaml", task)
     assert len(listed) == MAX_LISTED + 1
+
+
+STRICT = [{"name": "strict", "filter": [{"function": "take_first"}]}]
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "asked", "words"),
+    [
+        ("mmlu", {}, {"filter": "other"}, "no metric 'acc' of filter 'other'; it has the filters none"),
+        ("law", {}, {"filter": "other"}, "no metric 'acc' of filter 'other'; it has the filters none"),
+        ("law", {"filter_list": STRICT}, {"filter": "none"}, "of filter 'none'; it has the filters strict"),
+        ("law", {"metric_list": None}, {"metric": "f1"}, "no metric 'f1'; it has acc, acc_norm"),
+        ("law", {"filter_list": 5}, {}, "filter_list is 5; list entries with `name`"),
+        ("mmlu", {"aggregate_metric_list": None}, {}, "has no metric 'acc'; it has none: add it to its aggregate_met"),
+        ("mmlu", {"aggregate_metric_list": [{"metric": "acc", "filter_list": "strict"}]}, {}, "of filter 'strict'"),
+        (
+            "mmlu",
+            {"aggregate_metric_list": [{"metric": "acc", "filter_list": ["none"]}]},
+            {"filter": "x"},
+            "filter 'x'",
+        ),
+        ("law", {"metric_list": [{"metric": "acc", "higher_is_better": "no"}]}, {}, "write true or false"),
+    ],
+)
+def test_a_missing_filter_or_metric_is_found_before_the_training(
+    tmp_path: Path, name: str, changes: dict[str, Any], asked: dict[str, Any], words: str
+) -> None:
+    task = bundle(tmp_path)
+    law = {"include": "_base.yaml", "task": "law", "dataset_kwargs": {"data_files": {"test": "deep/law.jsonl"}}}
+    (tmp_path / "law.yaml").write_text(yaml.safe_dump(law))
+    path = tmp_path / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **changes}))
+    with pytest.raises(DataError, match=words):
+        require_tasks([task.model_copy(update={"uri": str(path), **asked})], 64)
+
+
+def test_a_group_whose_tasks_disagree_about_better_is_refused(tmp_path: Path) -> None:
+    task = bundle(tmp_path)
+    path = tmp_path / "deep" / "law.yaml"
+    lower = {"metric_list": [{"metric": "acc", "higher_is_better": False}]}
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **lower}))
+    with pytest.raises(DataError, match="a higher acc is better in task 'mmlu_algebra' and worse in task 'mmlu_law'"):
+        require_tasks([task], 64)
+    path = tmp_path / "deep" / "algebra.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), **lower}))
+    assert not find_task(task).configs.higher_is_better

@@ -12,6 +12,7 @@ from blake3 import blake3
 from tokenizers import Tokenizer
 from torch.utils import collect_env
 
+from holdfast.scoring.task_configs import DEFAULT_METRICS, LOWER_IS_BETTER, METRICS, PASSED_TESTS
 from holdfast.scoring.task_files import DATA_BYTES, Content, find_task, require_tasks
 from holdfast.scoring.task_model import likelihoods
 from holdfast.scoring.tasks import score_tasks
@@ -230,3 +231,12 @@ def test_data_of_any_size_are_looked_at_in_little_memory_and_too_many_are_refuse
     config = {**CHOICES, "dataset_kwargs": {"data_files": {"test": ["one.jsonl", "two.jsonl"]}}}
     with pytest.raises(DataError, match=f"its data have {2 * half:,} bytes"):
         find_task(write(tmp_path, config))
+
+
+def test_the_metrics_of_tasks_are_those_of_the_library() -> None:
+    from lm_eval.api import registry
+
+    registry.get_metric("acc")  # imports its own metrics first
+    assert {name: list(names) for name, names in DEFAULT_METRICS.items()} == registry.DEFAULT_METRIC_REGISTRY
+    lower = {name for name in METRICS if name != PASSED_TESTS and not registry.is_higher_better(name)}
+    assert lower == set(LOWER_IS_BETTER)
