@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -24,13 +24,26 @@ from typing import Any
 from holdfast.rendering.process import VARIABLES
 from holdfast.runtime.logs import log
 from holdfast.runtime.secrets import redact
-from holdfast.spec.errors import DataError, UserCodeError
+from holdfast.spec.errors import DataError, HoldfastError, UserCodeError
 from holdfast.spec.json_parsing import parse_json_object
 from holdfast.spec.rollout import Environment, Reward
 
 START_SECONDS = 120.0
 MAX_REPLY = 2**20  # bytes
 PIPE_BYTES = 2**12  # that a pipe which is ready for writing takes without a wait (PIPE_BUF)
+
+
+class TimeoutReason(str):
+    """Why a value is missing: its time is over."""
+
+    __slots__ = ()
+
+
+def _not_started(reason: str) -> HoldfastError:
+    return UserCodeError(
+        f"training.grpo: the process that computes rewards and replies does not start: {reason}; look at its "
+        "error above, raise memory_mib, or correct the file of your function"
+    )
 
 
 @dataclass(frozen=True)
@@ -49,13 +62,21 @@ class RewardProcess:
     """Computes the rewards of answers in a child process, and the replies of an `environment`. Use it as a context
     manager."""
 
-    def __init__(self, rewards: Sequence[Reward], code: str = "", environment: Environment | None = None) -> None:
-        """`code` is the folder of the bundle with the functions of user code."""
-        self._rewards, self._code, self._environment = rewards, code, environment
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        code: str = "",
+        environment: Environment | None = None,
+        failure: Callable[[str], HoldfastError] = _not_started,
+    ) -> None:
+        """`code` is the folder of the bundle with the functions of user code. `failure` makes the error of a process
+        that does not start, from the reason."""
+        self._rewards, self._code, self._environment, self._failure = rewards, code, environment, failure
         self._child: _Child | None = None
 
     def score(self, record: dict[str, Any], answer: str) -> Scored:
-        """All rewards of one answer. Raises UserCodeError if the child process does not start."""
+        """All rewards of one answer. Raises UserCodeError, or the error of `failure`, if the child process does not
+        start."""
         values, errors = [], []
         for number, reward in enumerate(self._rewards):
             value, error = self._score(number, reward, record, answer)
@@ -97,7 +118,7 @@ class RewardProcess:
     def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any] | str:
         """The reply of the child process, or why there is none; the next request then starts another one."""
         if self._child is None:
-            self._child = _Child(self._rewards, self._code, self._environment)
+            self._child = _Child(self._rewards, self._code, self._environment, self._failure)
         reply = self._child.ask(request, seconds)
         if isinstance(reply, str):
             self.close()
@@ -107,7 +128,13 @@ class RewardProcess:
 class _Child:
     """One child process, with a separate session and folder."""
 
-    def __init__(self, rewards: Sequence[Reward], code: str, environment: Environment | None) -> None:
+    def __init__(
+        self,
+        rewards: Sequence[Reward],
+        code: str,
+        environment: Environment | None,
+        failure: Callable[[str], HoldfastError],
+    ) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="holdfast-rewards-", ignore_cleanup_errors=True)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "holdfast.rewards.worker"],
@@ -125,10 +152,7 @@ class _Child:
         hello = self.ask(setup, START_SECONDS)
         if isinstance(hello, str):
             self.end()
-            raise UserCodeError(
-                f"training.grpo: the process that computes rewards and replies does not start: {hello}; look at its "
-                "error above, raise memory_mib, or correct the file of your function"
-            )
+            raise failure(hello)
         if not hello["isolated"]:
             log.warning("this system does not let rewards run without a network: they can reach it")
 
@@ -136,7 +160,7 @@ class _Child:
         """The reply, or why there is none."""
         line = self._exchange(json.dumps(request).encode() + b"\n", seconds)
         if line is None:
-            return f"took more than {seconds:g} s"
+            return TimeoutReason(f"took more than {seconds:g} s")
         if not line.endswith(b"\n"):
             code = self._process.wait()
             return f"ended its process (code {code}); it may need more than memory_mib"

@@ -19,13 +19,14 @@ import yaml
 from holdfast.corpus.chat import ChatTemplate
 from holdfast.model.decoder import Decoder
 from holdfast.rendering.process import Template
-from holdfast.rewards.process import RewardProcess
+from holdfast.rewards.process import RewardProcess, TimeoutReason
+from holdfast.runtime.logs import log
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.scoring.task_configs import PASSED_TESTS
 from holdfast.scoring.task_files import NEEDS_LIBRARY, TaskFiles, fetch, placed, require_answer_length
 from holdfast.scoring.task_model import library_model
 from holdfast.scoring.verdict import TaskScore
-from holdfast.spec.errors import DataError, MissingError
+from holdfast.spec.errors import DataError, HoldfastError, MissingError, UnhealthyNodeError
 from holdfast.spec.rollout import Reward
 from holdfast.telemetry import ConsoleProgress
 
@@ -42,7 +43,7 @@ def score_tasks(
 ) -> tuple[TaskScore, ...]:
     """The figure of each task. `template` is the chat template of the model. Raises DataError when the library cannot
     run a task, and for a task in turns without a chat template."""
-    with RewardProcess([TESTS]) as tests:
+    with RewardProcess([TESTS], failure=_tests_failed) as tests:
         return tuple(_score(decoder, tokenizer, task, template, tests) for task in tasks)
 
 
@@ -86,10 +87,15 @@ def _score(
                 torch_random_seed=SEED,
                 fewshot_random_seed=SEED,
             )
-        except (DataError, MemoryError, torch.OutOfMemoryError):
+        except (HoldfastError, MemoryError, torch.OutOfMemoryError):
             raise
         except Exception as error:
             raise DataError(f"evaluation.tasks: {task.uri}: {type(error).__name__}: {error}") from error
+    if _PASSED.timeouts:
+        log.warning(
+            f"evaluation.tasks: {task.uri}: {_PASSED.timeouts:,} of {_PASSED.answers:,} answers took more than "
+            f"{TESTS.timeout_seconds:g} s with their tests; they count as wrong"
+        )
     assert results is not None  # the library returns None only on ranks other than 0
     return TaskScore(
         task=name,
@@ -135,16 +141,34 @@ def _figure(results: dict[str, Any], found: TaskFiles) -> float:
     return float(figures[task.metric])
 
 
+def _tests_failed(reason: str) -> HoldfastError:
+    return UnhealthyNodeError(
+        f"evaluation.tasks: the process that runs the tests of {PASSED_TESTS} failed: {reason}; look at its error "
+        "above and at the memory, disk and processes of this machine, and evaluate again"
+    )
+
+
 class _PassedTests:
     """The metric `pass_at_1`: whether the code of an answer passes the tests in the target. They run in `process`."""
 
     process: RewardProcess
+    answers = 0
+    timeouts = 0  # answers that exceed the time of TESTS
 
     def __call__(self, references: Sequence[Any], predictions: Sequence[str], **_: Any) -> float:
-        """1.0 or 0.0, for one answer."""
+        """1.0 or 0.0, for one answer. Raises UnhealthyNodeError if the tests cannot run."""
         before, place, after = str(references[0]).partition(ANSWER)
         tests, program = (after, before + predictions[0]) if place else (before, predictions[0])
-        return self.process.score({TESTS.key: tests}, program).values[0]
+        try:
+            scored = self.process.score({TESTS.key: tests}, program)
+        except OSError as error:  # no process, or no folder
+            raise _tests_failed(str(error)) from error
+        reason = scored.errors[0]
+        if reason and not isinstance(reason, TimeoutReason):
+            raise _tests_failed(reason)
+        self.answers += 1
+        self.timeouts += bool(reason)
+        return scored.values[0]
 
 
 _PASSED = _PassedTests()
@@ -154,7 +178,7 @@ def _register_tests(process: RewardProcess) -> None:
     """Give the library the metric `pass_at_1`."""
     from lm_eval.api import registry
 
-    _PASSED.process = process
+    _PASSED.process, _PASSED.answers, _PASSED.timeouts = process, 0, 0
     registry.get_metric("acc")  # imports its own metrics first
     registry.metric_registry.register(PASSED_TESTS, target=_PASSED)
     registry.higher_is_better_registry.register(PASSED_TESTS, target=True)

@@ -15,10 +15,11 @@ from tokenizers import Tokenizer
 from holdfast.corpus.chat import ChatTemplate
 from holdfast.model.decoder import Decoder
 from holdfast.model.generate import generate, sample
+from holdfast.runtime.logs import log
 from holdfast.scoring.task_files import find_task
 from holdfast.scoring.task_model import library_model, likelihoods
 from holdfast.scoring.tasks import _library_tasks, score_tasks
-from holdfast.spec.errors import DataError
+from holdfast.spec.errors import DataError, UnhealthyNodeError
 from holdfast.spec.operations import Task
 from tests.model.tiny_model import decoder, shape, tokenizer_json
 from tests.scoring.task_bundle import BASE, bundle
@@ -154,10 +155,11 @@ def answering(monkeypatch: pytest.MonkeyPatch, answers: dict[str, str]) -> None:
     )
 
 
-def test_code_of_answers_runs_with_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def code_task(folder: Path) -> tuple[Task, list[str]]:
+    """A task of four functions with tests, and its prompts."""
     rows = [{"prompt": f"def f{number}(x):\n", "test": f"assert f{number}(2) == 4", "number": number}
             for number in range(4)]  # fmt: skip
-    (tmp_path / "code.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "code.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = {
         "task": "code", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "code.jsonl"}},
         "test_split": "test", "output_type": "generate_until", "doc_to_text": "{{prompt}}",
@@ -165,15 +167,52 @@ def test_code_of_answers_runs_with_its_tests(tmp_path: Path, monkeypatch: pytest
         "generation_kwargs": {"until": ["\nclass"], "do_sample": False},
         "metric_list": [{"metric": "pass_at_1"}],
     }  # fmt: skip
-    (tmp_path / "code.yaml").write_text(yaml.safe_dump(config))
+    (folder / "code.yaml").write_text(yaml.safe_dump(config))
+    prompts = [str(row["prompt"]) for row in rows]
+    return Task(uri=f"{folder}/code.yaml", metric="pass_at_1"), prompts
+
+
+def test_code_of_answers_runs_with_its_tests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task, prompts = code_task(tmp_path)
     answering(monkeypatch, {
-        rows[0]["prompt"]: "    return x * 2\nclass X: syntax error",  # continues the prompt
-        rows[1]["prompt"]: "Here:\n```python\ndef f1(x):\n    return x + x\n```\nDone.",  # a block replaces it
-        rows[2]["prompt"]: "    return 5",
-        rows[3]["prompt"]: "    import sys; sys.exit(0)",
+        prompts[0]: "    return x * 2\nclass X: syntax error",  # continues the prompt
+        prompts[1]: "Here:\n```python\ndef f1(x):\n    return x + x\n```\nDone.",  # a block replaces it
+        prompts[2]: "    return 5",
+        prompts[3]: "    import sys; sys.exit(0)",
     })  # fmt: skip
-    score = scored(Task(uri=f"{tmp_path}/code.yaml", metric="pass_at_1"))
+    score = scored(task)
     assert (score.value, score.examples, score.higher_is_better) == (0.5, 4, True)
+
+
+def test_a_timeout_of_tests_is_a_wrong_answer_that_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    task, prompts = code_task(tmp_path)
+    answering(
+        monkeypatch, dict.fromkeys(prompts, "    return x * 2") | {prompts[1]: "    pass\nimport time\ntime.sleep(99)"}
+    )
+    monkeypatch.setattr(log, "propagate", True)
+    assert scored(task).value == 0.75
+    assert "1 of 4 answers took more than 10 s with their tests; they count as wrong" in caplog.text
+
+
+@pytest.mark.parametrize("broken", ["worker", "start", "fork"])
+def test_tests_that_cannot_run_are_no_wrong_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    task, prompts = code_task(tmp_path)
+    answer = "    return 1\nimport os\nos.kill(os.getppid(), 9)" if broken == "worker" else "    return x * 2"
+    answering(monkeypatch, dict.fromkeys(prompts, answer))
+    if broken == "start":
+        (tmp_path / "python").write_text("#!/bin/sh\nexit 3\n")
+        (tmp_path / "python").chmod(0o755)
+        monkeypatch.setattr("holdfast.rewards.process.sys.executable", str(tmp_path / "python"))
+    if broken == "fork":
+        monkeypatch.setattr("holdfast.rewards.process.sys.executable", str(tmp_path / "none"))
+    with pytest.raises(
+        UnhealthyNodeError, match=r"evaluation\.tasks: the process that runs the tests of pass_at_1 failed"
+    ):
+        scored(task)
 
 
 def test_the_number_of_an_answer_counts_by_the_filter_of_the_spec(
