@@ -83,7 +83,9 @@ class AnswerBatches:
         self._dataset, self._prompts, self._end = dataset, dataset.prompts(), dataset.end_of_text
         self._sampling = sampling_of(self._settings, self._settings.group, spec.training.seed, self._end)
         source = self._settings.server
-        self._server = None if source is None else PolicyServer(source, self._sampling, dataset.vocabulary)
+        self._server = None
+        if source is not None:
+            self._server = PolicyServer(source, self._weights(source), self._sampling, dataset.vocabulary)
         self._texts = Texts(load_tokenizer(dataset.tokenizer_json()), self._end)
         self._count = spec.training.global_batch // self._settings.group  # prompts of a batch
         self._batch: _Batch | None = None
@@ -251,13 +253,17 @@ class AnswerBatches:
             return None
         return LiveReplies(self._rewards, [prompt.record for prompt in prompts], self._texts, environment.turns)
 
+    def _weights(self, source: AnswerSource) -> Path:
+        """The folder of this run's weights for the server. Another run may share the folder around it."""
+        return Path(source.weights) / self._spec.run_id
+
     def _publish(self, source: AnswerSource, policy: str, decoder: Decoder) -> None:
         """Give the weights to the server. A collective call."""
         tokenizer, end = self._dataset.tokenizer_json(), self._dataset.manifest.tokenizer.end_of_text
 
         def write() -> bool:
             try:
-                publish(Path(source.weights), policy, decoder, tokenizer, end)
+                publish(self._weights(source), policy, decoder, tokenizer, end)
             except OSError as error:
                 raise DataError(f"training.grpo.server.weights: {error}; name a folder that can be written") from None
             return True

@@ -1,8 +1,9 @@
 """Answers of a server with OpenAI's completions API, which loads the weights of each step from a folder.
 
-The folder of some weights, and the model that the server is asked for, are named by the digest of the weights. A server
-without that model has stale weights, and is asked again until it has them. Its answers are recorded before a gradient
-reads them, so a run is exact given its records, although a server answers anew each time.
+The folder of some weights, and the model that the server is asked for, are named by the digest of the weights. Each run
+has its own folder of them. A server without that model has stale weights, and is asked again until it has them. Its
+answers are recorded before a gradient reads them, so a run is exact given its records, although a server answers anew
+each time.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
-import os
 import re
 import shutil
 import time
+import uuid
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -31,8 +32,11 @@ from holdfast.spec.rollout import AnswerSource
 
 MAX_BYTES = 64 * 2**20  # of a response
 REQUESTS = 16  # at the same time
+WHOLE_DISTRIBUTION = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}  # no server's defaults
 PAUSE, LONGEST_PAUSE = 0.1, 5.0  # seconds
+ABANDONED = 600.0  # seconds without a new file, after which the rank that wrote a partial folder was killed
 _DIGEST = re.compile(r"[0-9a-f]{32}")  # of weights: the name of their folder
+_PARTIAL = re.compile(r"\.[0-9a-f]{32}\.[0-9a-f]{32}")  # a folder of weights that are being written
 
 
 class _Choice(BaseModel):
@@ -50,34 +54,39 @@ class StaleWeightsError(Exception):
 
 
 def publish(folder: Path, policy: str, decoder: Decoder, tokenizer_json: str, end_of_text: str) -> None:
-    """Write the weights in the Hugging Face layout to the folder that their digest names, whole or not at all. The
-    folders of other weights are removed, except the newest one, which a server may be reading."""
+    """Write the weights in the Hugging Face layout to the folder of a run, into one that their digest names, whole or
+    not at all. The folders of other weights are removed, except the newest one, which a server may be reading."""
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / policy
     if not target.exists():
         weights = decoder.state_dict()
-        partial = folder / f".{policy}.{os.getpid()}"
-        partial.mkdir(exist_ok=True)
-        files = export_files(
-            decoder.shape,
-            decoder.vocabulary,
-            lambda name, first=0, last=None: iter([weights[name][first:last].float().cpu()]),
-            tokenizer_json=tokenizer_json,
-            end_of_text=end_of_text,
-        )
-        for file in files:
-            with (partial / file.name).open("wb") as stream:
-                stream.writelines(file.content())
-        partial.rename(target)
+        partial = folder / f".{policy}.{uuid.uuid4().hex}"
+        partial.mkdir()
+        _remove_abandoned(folder, partial.stat().st_mtime)
+        try:
+            files = export_files(
+                decoder.shape,
+                decoder.vocabulary,
+                lambda name, first=0, last=None: iter([weights[name][first:last].float().cpu()]),
+                tokenizer_json=tokenizer_json,
+                end_of_text=end_of_text,
+            )
+            for file in files:
+                with (partial / file.name).open("wb") as stream:
+                    stream.writelines(file.content())
+            _rename(partial, target)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
     _remove_older(folder, target)
 
 
 class PolicyServer:
     """The server of `training.grpo.server`."""
 
-    def __init__(self, source: AnswerSource, sampling: Sampling, vocabulary: int) -> None:
-        """The answers have tokens below `vocabulary`."""
-        self._source, self._sampling, self._vocabulary = source, sampling, vocabulary
+    def __init__(self, source: AnswerSource, folder: Path, sampling: Sampling, vocabulary: int) -> None:
+        """`folder`: where this run publishes weights. The answers have tokens below `vocabulary`."""
+        self._source, self._folder, self._sampling, self._vocabulary = source, folder, sampling, vocabulary
         self._url = f"{source.url.rstrip('/')}/completions"
         self.start_step()
 
@@ -107,6 +116,7 @@ class PolicyServer:
                 "n": self._sampling.answers,
                 "max_tokens": self._sampling.most_tokens,
                 "temperature": self._sampling.temperature,
+                **WHOLE_DISTRIBUTION,
                 "stop_token_ids": [self._sampling.end_of_text],
                 "return_token_ids": True,
             }
@@ -134,7 +144,7 @@ class PolicyServer:
         except StaleWeightsError as error:
             raise MissingError(
                 f"training.grpo.server: {url} has other weights than this step: it {error}, and the step's are named "
-                f"{policy}; let the server load them from {Path(self._source.weights) / policy}, or raise "
+                f"{policy}; let the server load them from {self._folder / policy}, or raise "
                 "timeout_seconds"
             ) from None
         except (OSError, http.client.HTTPException) as error:
@@ -171,6 +181,11 @@ class PolicyServer:
             )
         for choice in completion.choices:
             tokens = choice.token_ids
+            if choice.finish_reason not in (STOP, LENGTH):
+                raise DataError(
+                    f"training.grpo.server: {url} ended an answer with finish_reason {choice.finish_reason!r:.80}, and "
+                    f"{STOP!r} or {LENGTH!r} are learned from; see the server's log"
+                )
             if choice.finish_reason == STOP and tokens[-1:] != [end]:
                 tokens = [*tokens, end]
             most = self._sampling.most_tokens
@@ -197,6 +212,24 @@ def _post(url: str, body: bytes, seconds: float) -> tuple[int, bytes]:
         connection.request("POST", parts.path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
         return response.status, response.read(MAX_BYTES + 1)
+
+
+def _rename(partial: Path, target: Path) -> None:
+    """Give a whole folder its name, unless another attempt has created the same one meanwhile."""
+    try:
+        partial.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _remove_abandoned(folder: Path, now: float) -> None:
+    """Remove the partial folders of killed ranks. `now`: a new folder's time of change, by the same clock as theirs."""
+    for partial in [each for each in folder.iterdir() if _PARTIAL.fullmatch(each.name)]:
+        with contextlib.suppress(OSError):
+            if now - partial.stat().st_mtime > ABANDONED:
+                shutil.rmtree(partial)
 
 
 def _remove_older(folder: Path, current: Path) -> None:

@@ -92,8 +92,8 @@ class AnswerSource(Section):
     )
     weights: str = runtime_field(
         ...,
-        "A folder that the ranks and the server share. The weights of each step are written into it, in a folder with "
-        "the name of their digest. The server must offer them as a model of this name.",
+        "A folder that the ranks and the server share. The weights of each step are written into it, in the folder "
+        "`RUN/DIGEST`: the run id, and the digest of the weights. The server must offer them as the model `DIGEST`.",
         min_length=1,
     )
     timeout_seconds: float = runtime_field(

@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
+from holdfast.model.decoder import Decoder
 from holdfast.model.hugging_face import open_weights
 from holdfast.rollouts.generation import Sampling
-from holdfast.rollouts.server import PolicyServer, _remove_older
+from holdfast.rollouts.server import PolicyServer, _remove_older, _rename, publish
 from holdfast.runtime import heartbeat
 from holdfast.spec import SpecError
 from holdfast.spec.errors import DataError, MissingError
@@ -27,7 +28,7 @@ from tests.checkpoint.ranks import in_ranks
 from tests.rollouts.prompt_run import prompt_spec, turns_fields, write_prompts
 from tests.rollouts.test_training import answers, overrides
 from tests.train.ranks import identity_of, train_in_ranks, trained
-from tests.train.tiny_run import VOCABULARY
+from tests.train.tiny_run import END_OF_TEXT, VOCABULARY, _tokenizer, tiny_spec
 
 PROMPTS, SAMPLING = [[60], [61, 62]], Sampling(answers=2, most_tokens=3, temperature=1.0, seed=0, end_of_text=0)
 
@@ -63,11 +64,11 @@ class _Handler(BaseHTTPRequestHandler):
         if self.server.failures:
             self.server.failures -= 1
             self.send_error(503)
-        elif not (self.server.folder / name).is_dir():
+        elif (folder := next(self.server.folder.glob(f"*/{name}"), None)) is None:
             self.send_error(404)
         else:
             if name not in self.server.weights:
-                weights = open_weights(str(self.server.folder / name), self.server.folder / "cache")
+                weights = open_weights(str(folder), self.server.folder / "cache")
                 (rows,) = weights.rows("model.norm.weight")
                 self.server.weights[name] = float(rows.double().sum())
             if self.server.stale:
@@ -108,9 +109,9 @@ def source(server: Server, seconds: float = 20) -> AnswerSource:
 
 def asked(server: Server, seconds: float = 20) -> PolicyServer:
     """The server, whose model `now` exists."""
-    (server.folder / "now").mkdir(parents=True, exist_ok=True)
+    (server.folder / "run" / "now").mkdir(parents=True, exist_ok=True)
     server.weights["now"] = 0
-    return PolicyServer(source(server, seconds), SAMPLING, VOCABULARY)
+    return PolicyServer(source(server, seconds), server.folder / "run", SAMPLING, VOCABULARY)
 
 
 def test_answers_end_with_the_token_that_a_server_leaves_out(server: Server) -> None:
@@ -120,6 +121,8 @@ def test_answers_end_with_the_token_that_a_server_leaves_out(server: Server) -> 
         assert (answer.tokens[-1] == 0) == (answer.ending == "stop")
         assert answer.entropy is None
     assert sorted(body["prompt"] for body in server.requests) == PROMPTS
+    for body in server.requests:
+        assert (body["top_p"], body["top_k"], body["min_p"], body["repetition_penalty"]) == (1, -1, 0, 1)
 
 
 def test_requests_wait_for_a_server_that_fails_or_has_other_weights(server: Server) -> None:
@@ -143,6 +146,7 @@ def test_older_weights_are_refused(server: Server) -> None:
         ({"token_ids": []}, "not 1 to 3 tokens below"),
         ({"token_ids": [60] * 4}, "an answer of 4 tokens"),
         ({"token_ids": None}, "choices.0.token_ids"),
+        ({"token_ids": [60], "finish_reason": "abort"}, "finish_reason 'abort'"),
     ],
 )
 def test_an_answer_that_is_none_is_an_error(server: Server, change: dict[str, Any], message: str) -> None:
@@ -154,7 +158,7 @@ def test_an_answer_that_is_none_is_an_error(server: Server, change: dict[str, An
 def test_a_server_that_is_away_ends_the_run_with_an_error(server: Server) -> None:
     away = AnswerSource(software="none", url="http://127.0.0.1:9/v1", weights="w", timeout_seconds=0.3)
     with pytest.raises(MissingError, match=r"gave no answer within 0\.3 s"):
-        PolicyServer(away, SAMPLING, VOCABULARY).lot("now", PROMPTS)
+        PolicyServer(away, Path("w"), SAMPLING, VOCABULARY).lot("now", PROMPTS)
 
 
 def test_all_lots_of_a_step_have_one_limit(server: Server) -> None:
@@ -205,6 +209,38 @@ def test_the_address_of_a_server_has_no_credentials(server: Server, kind: str) -
     assert "hunter2" not in str(error.value)
 
 
+@pytest.mark.parametrize("url", ["http://h:x/v1", "http://h:99999/v1", "http://:80/v1", "http://[h/v1", "http://h/v 1"])
+def test_an_address_that_no_request_can_be_sent_to_is_refused(server: Server, url: str) -> None:
+    wrong = source(server).model_copy(update={"url": url})
+    with pytest.raises(SpecError, match=r"server\.url.*has no valid host and port"):
+        prompt_spec(f"training.grpo.server={wrong.model_dump_json()}")
+
+
+def publish_tiny(folder: Path, policy: str) -> None:
+    """Publish weights of the model of `tiny_run`."""
+    publish(folder, policy, Decoder(tiny_spec().model, VOCABULARY), _tokenizer().decode(), END_OF_TEXT)
+
+
+def test_partial_folders_of_killed_ranks_are_removed(tmp_path: Path) -> None:
+    policy, old, new = "a" * 32, f".{'b' * 32}.{'0' * 32}", f".{'b' * 32}.{'1' * 32}"
+    for name in (old, new, ".other"):
+        (tmp_path / name).mkdir()
+    for name in (old, ".other"):
+        os.utime(tmp_path / name, (0, 0))
+    publish_tiny(tmp_path, policy)
+    assert {path.name for path in tmp_path.iterdir()} == {policy, new, ".other"}
+
+
+def test_weights_that_another_attempt_has_published_meanwhile_are_used(tmp_path: Path) -> None:
+    target, partial = tmp_path / ("a" * 32), tmp_path / "partial"
+    for folder in (target, partial):
+        folder.mkdir()
+        (folder / "file").write_text(folder.name)
+    _rename(partial, target)
+    assert [path.name for path in tmp_path.iterdir()] == [target.name]
+    assert (target / "file").read_text() == target.name
+
+
 def test_only_folders_of_older_weights_are_removed(tmp_path: Path) -> None:
     names = [f"{number:032x}" for number in range(4)]
     for name in (*names, "b" * 31 + "x", "notes"):
@@ -224,6 +260,7 @@ def test_a_stopped_run_replays_the_answers_of_a_server(server: Server, tmp_path:
     whole = answers(store, spec)
     assert len(server.requests) == 16, "a prompt is asked once"
     assert len(set(server.weights.values())) == 4, "each step has other weights"
+    assert [len(list((server.folder / identity_of(spec)).iterdir()))] == [2], "each run has its own folder"
     for record in whole:
         assert record.policy in server.weights
     assert {answer.entropy for record in whole for unit in record.units for answer in unit.answers} == {None}

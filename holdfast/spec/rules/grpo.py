@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from urllib.parse import urlsplit
 
 from holdfast.spec.errors import Problem
+from holdfast.spec.redaction import HIDDEN, carries_secret
 from holdfast.spec.tree import Spec
 
 MAX_RECORD = 32 * 2**20  # bytes of a lot, at 8 for each token
@@ -55,14 +57,26 @@ def _unanswered(spec: Spec) -> Iterator[Problem]:
     if (server := spec.training.grpo.server) is None:
         return
     if spec.training.grpo.environment is not None:
-        yield Problem("training.grpo.server", server.url, "is not supported with an environment", "remove one of them")
+        yield Problem("training.grpo.server", None, "is not supported with an environment", "remove one of them")
     if spec.training.lora.rank is not None:
-        yield Problem("training.grpo.server", server.url, "is not supported with training.lora", "remove one of them")
+        yield Problem("training.grpo.server", None, "is not supported with training.lora", "remove one of them")
+    if not _is_address(server.url):
+        shown = HIDDEN if carries_secret(server.url) else server.url
+        yield Problem("training.grpo.server.url", shown, "has no valid host and port", "write http://HOST:8000/v1")
     minutes = spec.cluster.collective_timeout_minutes
     if spec.world_size > 1 and server.timeout_seconds >= 60 * minutes:
         problem = f"is not below cluster.collective_timeout_minutes = {minutes:g}, for which other ranks wait"
         remedy = "lower it, or raise cluster.collective_timeout_minutes"
         yield Problem("training.grpo.server.timeout_seconds", server.timeout_seconds, problem, remedy)
+
+
+def _is_address(url: str) -> bool:
+    """Whether a request can be sent to it."""
+    try:
+        parts = urlsplit(url)
+        return bool(parts.hostname) and parts.port != 0 and url.isascii() and url.isprintable() and " " not in url
+    except ValueError:  # the port is no number up to 65535
+        return False
 
 
 def _unused(spec: Spec) -> Iterator[Problem]:
