@@ -99,6 +99,8 @@ def test_a_search_on_kubeflow_continues_after_its_controller_and_registers_the_b
         row = comparison.best
         registered = (tmp_path / "home/store/runs").glob("*/registrations/*.json")
         assert [path.parent.parent.name for path in registered] == [row.run_id]
-        alone = open_store((tmp_path / "alone").as_uri())
-        cluster.submit(RunRequest(small(tmp_path).with_overrides(row.changes), alone.url))
+        empty_mlflow.place(tmp_path / "elsewhere/home")
+        alone = open_store((tmp_path / "elsewhere/home/store").as_uri())
+        elsewhere = Cluster(server, tmp_path / "elsewhere", alone.url, kill_at=0)
+        elsewhere.submit(RunRequest(small(tmp_path).with_overrides(row.changes), alone.url))
     assert read_json_object(alone, layout.result(row.run_id))["state_digest"] == row.state_digest
