@@ -101,7 +101,8 @@ class Plugins:
         variables = small.held(self._folder, 25)
         place.overrides = [*_general(place), f"cluster.environment={_variables(variables)}"]
         place.overrides += ["training.micro_batch=2", "checkpoint.grace_seconds=5"]
-        self.local = ["parallel.processes=2", "training.micro_batch=2"]
+        # The champion of that name has its registration in the other store.
+        self.local = ["parallel.processes=2", "training.micro_batch=2", "registration.model=calm"]
 
     def open(self) -> None:
         """Let the ranks go on to their end."""
