@@ -35,7 +35,11 @@ def archive_records(file: SourceFile, reading: Reading) -> Iterator[tuple[int, R
         found = _zip(stream, reading) if file.format == "zip" else _tar(stream, reading)
         try:
             yield from enumerate(found, 1)
-        except (zipfile.BadZipFile, tarfile.TarError, ValueError, EOFError, NotImplementedError) as error:
+        except NotImplementedError as error:  # of zipfile, for a newer version of the format or an encryption
+            raise CorruptFileError(
+                f"is a .zip that cannot be read ({error}); pack it again, without encryption"
+            ) from None
+        except (zipfile.BadZipFile, tarfile.TarError, ValueError, EOFError) as error:
             raise CorruptFileError(f"is no whole .{file.format} ({error}); fetch it again") from None
 
 

@@ -99,13 +99,11 @@ def require_answer_length(configs: TaskConfigs, uri: str, context: int) -> None:
 
 def _require_length(settings: Any, uri: str, context: int) -> None:
     if not isinstance(settings, dict):
-        raise DataError(f"evaluation.tasks: {uri}: generation_kwargs is {str(settings)[:40]!r}; use fields and values")
+        raise DataError(f"evaluation.tasks: {uri}: generation_kwargs is {shown(settings)}; use fields and values")
     tokens = settings.get("max_gen_toks", 1)
     if isinstance(tokens, bool) or not isinstance(tokens, int) or not 1 <= tokens <= context:
-        is_long = isinstance(tokens, int) and tokens.bit_length() > 128  # Python refuses to print the longest ones
-        shown = "too large" if is_long else str(tokens)[:40]
         raise DataError(
-            f"evaluation.tasks: {uri}: generation_kwargs.max_gen_toks is {shown}; "
+            f"evaluation.tasks: {uri}: generation_kwargs.max_gen_toks is {shown(tokens)}; "
             f"use a whole number from 1 to {context:,}, the model's context"
         )
 

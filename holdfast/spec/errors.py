@@ -106,7 +106,7 @@ MEANINGS = {
     ExitCode.CLUSTER_UNREACHABLE: "The API of the cluster cannot be reached.",
     ExitCode.WRONG_ARITHMETIC: "A replica has different bits from its peers: its hardware computes wrong results.",
     ExitCode.RENDEZVOUS_TIMEOUT: "Not all nodes of a gang joined in time (`cluster.nodes.rendezvous_seconds`).",
-    ExitCode.UNHEALTHY_NODE: "A node failed its health check.",
+    ExitCode.UNHEALTHY_NODE: "A node failed its health check, or cannot run the tests of an evaluation.",
     ExitCode.SCRIPT_FAILED: "A training script raised an exception, and `train.restart_on` is `any`.",
 }
 

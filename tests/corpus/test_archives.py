@@ -92,6 +92,11 @@ def test_damage_and_bombs_of_a_zip_are_named(tmp_path: Path, monkeypatch: pytest
     (flaw,) = read(path)
     assert isinstance(flaw, Flaw)
     assert flaw.reason == "corrupt"
+    entry = raw.index(b"PK\x01\x02")  # in the directory: the version that a reader needs follows after two bytes
+    path.write_bytes(raw[: entry + 6] + struct.pack("<H", 99) + raw[entry + 8 :])
+    (flaw,) = read(path)
+    assert isinstance(flaw, Flaw)
+    assert (flaw.reason, "cannot be read (zip file version 9.9)" in flaw.detail) == ("corrupt", True)
     for compression in (zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA):  # `zipfile` bounds no output; a dictionary has 4 GiB
         zipped(path, {"a.txt": b"x"}, compression)
         (flaw,) = read(path)

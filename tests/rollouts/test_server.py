@@ -209,7 +209,9 @@ def test_the_address_of_a_server_has_no_credentials(server: Server, kind: str) -
     assert "hunter2" not in str(error.value)
 
 
-@pytest.mark.parametrize("url", ["http://h:x/v1", "http://h:99999/v1", "http://:80/v1", "http://[h/v1", "http://h/v 1"])
+@pytest.mark.parametrize(
+    "url", ["http://h:x/v1", "http://h:99999/v1", "http://:80/v1", "http://[h/v1", "http://h/v 1", "http://a..b/v1"]
+)
 def test_an_address_that_no_request_can_be_sent_to_is_refused(server: Server, url: str) -> None:
     wrong = source(server).model_copy(update={"url": url})
     with pytest.raises(SpecError, match=r"server\.url.*has no valid host and port"):

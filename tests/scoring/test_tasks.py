@@ -143,10 +143,10 @@ def test_a_task_that_fetches_or_runs_other_code_is_refused(
     ("tokens", "shown"),
     [
         ("1000000000000", "1000000000000"),
-        (f"0x{'f' * 5000}", "too large"),
+        (f"0x{'f' * 5000}", "a number with too many digits"),
         ("65", "65"),
         ("0", "0"),
-        ("'9'", "9"),
+        ("'9'", "'9'"),
         ("true", "True"),
         ("null", "None"),
     ],

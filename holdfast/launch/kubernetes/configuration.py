@@ -20,6 +20,7 @@ from holdfast.spec.errors import AccessDeniedError
 NAMESPACE_FILE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 
 
+# The last two: the library reads a file of YAML that is no kubeconfig.
 _UNUSABLE = (config.ConfigException, yaml.YAMLError, OSError, UnicodeDecodeError, TypeError, AttributeError)
 
 

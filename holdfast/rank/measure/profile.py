@@ -87,7 +87,7 @@ class Profiler:
             self._end(self._profile, self._window, keep=in_time)
         self._closed = True
         self._look_now.set()
-        for thread in (self._writing, self._clearing):
+        for thread in (self._writing, self._clearing if in_time else None):
             if thread is not None:
                 thread.join(LEAVE_SECONDS if in_time else HURRY_SECONDS)
         if self._is_writing():

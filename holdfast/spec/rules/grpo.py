@@ -74,8 +74,9 @@ def _is_address(url: str) -> bool:
     """Whether a request can be sent to it."""
     try:
         parts = urlsplit(url)
+        (parts.hostname or "").encode("idna")
         return bool(parts.hostname) and parts.port != 0 and url.isascii() and url.isprintable() and " " not in url
-    except ValueError:  # the port is no number up to 65535
+    except ValueError:  # the port is no number up to 65535, or the host has an empty part
         return False
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Protocol, TypeVar
 
 from holdfast.launch.kubernetes.api_errors import OverQuotaError, WebhookAwayError
 from holdfast.pipelines.backends.interface import RunStatus
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError, HoldfastError, MissingError
-from holdfast.store import Store, layout, open_store
+from holdfast.store import layout, open_store
 from holdfast.store.json_reading import read_json_object
 
 PATIENCE_SECONDS = 20.0  # for a request to the server of a named context
@@ -46,48 +45,39 @@ P = TypeVar("P", bound=Place)
 
 
 class Notes:
-    """The contexts that may have the run of a request."""
+    """The contexts that may have the run of a request, in the store."""
 
     def __init__(self, url: str, digest: str) -> None:
-        """`url` of the store; empty: unknown here. Without a store that answers, any context may have the run."""
-        self._key = layout.submission(digest)
-        self._store: Store | None = None
-        self._noted: list[str] | None = None  # None: unknown
-        with suppress(HoldfastError, OSError):
-            self._store = open_store(url, deadline=DEADLINE) if url else None
-            self._noted = self._read()
+        """`url` of the store. Raises MissingError if it is empty, and the errors of a store that cannot be read:
+        without the notes of earlier commands a run could be in two clusters."""
+        if not url:
+            raise MissingError(
+                "cluster.contexts: the store notes which cluster may have the run, and none is known here; give "
+                "--store, `store` in the spec, or HOLDFAST_STORE"
+            )
+        self._key, self._store = layout.submission(digest), open_store(url, deadline=DEADLINE)
+        try:
+            noted = read_json_object(self._store, self._key)
+        except MissingError:
+            noted = {}
+        self._noted = dict.fromkeys(map(str, noted.get("contexts") or ()))  # in order
 
     def may_have(self, context: str) -> bool:
         """Whether a context may have the run."""
-        return self._noted is None or context in self._noted
+        return context in self._noted
 
     def add(self, context: str) -> None:
         """Note a context before the request to it."""
-        self._write([*(self._noted or ()), context])
+        self._noted[context] = None
+        self._write()
 
     def remove(self, context: str) -> None:
         """Remove the note of a context that has refused."""
-        self._write([name for name in self._noted or () if name != context])
+        self._noted.pop(context, None)
+        self._write()
 
-    def _read(self) -> list[str] | None:
-        if self._store is None:
-            return None
-        try:
-            return [str(name) for name in read_json_object(self._store, self._key)["contexts"]]
-        except MissingError:
-            return []
-        except (KeyError, TypeError):
-            return None
-
-    def _write(self, names: list[str]) -> None:
-        if self._store is None:
-            return
-        try:
-            self._store.put(self._key, json.dumps({"contexts": list(dict.fromkeys(names))}).encode())
-            self._noted = names
-        except (HoldfastError, OSError) as error:
-            log.warning("the store does not keep which context may have the run: %s", error)
-            self._noted = None
+    def _write(self) -> None:
+        self._store.put(self._key, json.dumps({"contexts": list(self._noted)}).encode())
 
 
 def submit_in_order(places: Sequence[P], request: RunRequest, notes: Notes) -> tuple[P, tuple[RunStatus, bool]]:

@@ -21,7 +21,7 @@ from holdfast.pipelines.backends.interface import RunStatus
 from holdfast.pipelines.backends.record import find_record
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec import SpecError, parse_spec
-from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError
+from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError, HoldfastError, MissingError
 from holdfast.store import open_store
 from tests.cluster.api import NAMESPACE, ApiServer, StatusError
 from tests.pipelines.backends.argo.test_backend import PERSON, workflows
@@ -106,7 +106,19 @@ def test_a_run_of_a_later_context_is_not_repeated_in_an_earlier_one(clusters: di
     status, _ = Argo().submit(request)
     clusters["first"].faults.clear()
     assert Argo().submit(request) == (status, False)
+    clusters["first"].away = True  # it has refused the run, so it cannot have it
+    assert Argo().submit(request) == (status, False)
     assert workflows(clusters["first"]) == []
+
+
+def test_a_context_that_has_refused_a_run_cannot_have_it(clusters: dict[str, ApiServer]) -> None:
+    for name in ("first", "second"):
+        clusters[name].faults.append(refusal(QUOTA))
+    with pytest.raises(OverQuotaError):
+        Argo().submit(request_for("first", "second"))
+    clusters["first"].away = True
+    clusters["second"].faults.clear()
+    assert Argo().submit(request_for("first", "second"))[0].endpoint == "second"
 
 
 def test_no_second_cluster_is_asked_after_an_answer_that_may_be_lost(clusters: dict[str, ApiServer]) -> None:
@@ -126,13 +138,15 @@ def test_no_second_cluster_is_asked_after_an_answer_that_may_be_lost(clusters: d
     assert workflows(clusters["second"]) == []
 
 
-def test_without_a_store_that_answers_any_silent_context_may_have_the_run(
+def test_a_run_goes_to_no_cluster_if_the_store_cannot_keep_the_note(
     clusters: dict[str, ApiServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("HOLDFAST_STORE")
-    with pytest.raises(ClusterUnreachableError, match="context away may have the run"):
-        Argo().submit(request_for("away", "second"))
-    assert workflows(clusters["second"]) == []
+    with pytest.raises(MissingError, match="none is known here; give --store"):
+        Argo().submit(request_for("first", "second"))
+    with pytest.raises(HoldfastError, match="/dev/null/store"):
+        Argo().submit(request_for("first", "second", store="file:///dev/null/store"))
+    assert workflows(clusters["first"]) == workflows(clusters["second"]) == []
 
 
 def test_a_workflow_that_was_created_before_a_quota_refuses_its_repetition_is_the_run(

@@ -8,25 +8,15 @@ import pytest
 
 from holdfast.pipelines.backends.argo.backend import Argo as ArgoBackend
 from holdfast.pipelines.backends.interface import FAILED, RUNNING, SUCCEEDED, RunStatus
-from holdfast.pipelines.backends.request import RunRequest, identify_request
-from holdfast.pipelines.submitted_search import SubmittedSearch
-from holdfast.scoring.comparison import read_comparison
-from holdfast.search.log import read_log
-from holdfast.search.method import Search
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.store import layout, open_store
 from holdfast.store.json_reading import read_json_object
 from tests.pipelines.backends.argo.emulator import Argo, Workflow
 from tests.pipelines.backends.argo.test_emulated import argo, phases, small
+from tests.pipelines.backends.killed_search import KILL_AT, Killed, best_of_killed_search
 from tests.whole.small import write_corpus, write_spec
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
-
-OVER = ("training.optimizer.learning_rate=1e-3..1e-1 log",)
-SEARCH = Search("asha", OVER, 2, seed=2, reduction=2, min_steps=5)
-
-
-class Killed(BaseException):
-    """The controller is gone."""
 
 
 class Cluster:
@@ -56,25 +46,13 @@ def test_a_search_on_argo_continues_after_its_controller_and_registers_the_best_
     write_corpus(tmp_path)
     write_spec(tmp_path)
     store = open_store((tmp_path / "home/store").as_uri())
-    cluster = Cluster(tmp_path, dict(argo(tmp_path).environment), kill_at=2)
-    wanted = identify_request(RunRequest(small(tmp_path), store.url, search=SEARCH), shared_folders=True)
-
-    def control() -> RunStatus:
-        return SubmittedSearch(wanted, cluster.submit, cluster.status, lambda _: None, poll_seconds=0).run()[0]
-
-    with pytest.raises(Killed):
-        control()
-    assert [entry.kind for entry in read_log(store, wanted.run_id)] == ["decision", "score", "decision"]
-    status = control()
-    assert status.exit_code == 0, status.message
+    cluster = Cluster(tmp_path, dict(argo(tmp_path).environment), kill_at=KILL_AT)
+    row = best_of_killed_search(tmp_path, store, cluster.submit, cluster.status)
     first, second, promoted, best = cluster.workflows
     for workflow in (first, second, promoted):
         assert workflow.nodes["evaluate"].outputs["word"] == "paused"
         assert phases(workflow)["register"] == "Skipped"
     assert phases(best)["register"] == "Succeeded"
-    comparison = read_comparison(store, wanted.run_id)
-    assert comparison is not None and len(comparison.stopped) == 1
-    row = comparison.best
     alone = open_store((tmp_path / "alone").as_uri())
     trial = small(tmp_path).with_overrides(row.changes)
     cluster.submit(RunRequest(trial, alone.url))

@@ -17,25 +17,16 @@ import yaml
 from holdfast.pipelines.backends.interface import RunStatus
 from holdfast.pipelines.backends.kubeflow.backend import Kubeflow
 from holdfast.pipelines.backends.kubeflow.connection import Access
-from holdfast.pipelines.backends.request import RunRequest, identify_request
-from holdfast.pipelines.submitted_search import SubmittedSearch
-from holdfast.scoring.comparison import read_comparison
-from holdfast.search.log import read_log
-from holdfast.search.method import Search
+from holdfast.pipelines.backends.request import RunRequest
 from holdfast.store import layout, open_store
 from holdfast.store.json_reading import read_json_object
 from tests import empty_mlflow
 from tests.kubeflow_server import KubeflowServer
 from tests.pipelines.backends.argo.test_emulated import small
+from tests.pipelines.backends.killed_search import KILL_AT, Killed, best_of_killed_search
 from tests.whole.small import ROOT, environment, write_corpus, write_spec
 
 pytestmark = [pytest.mark.drill, pytest.mark.timeout(1200)]
-
-SEARCH = Search("asha", ("training.optimizer.learning_rate=1e-3..1e-1 log",), 2, seed=2, reduction=2, min_steps=5)
-
-
-class Killed(BaseException):
-    """The controller is gone."""
 
 
 class Cluster:
@@ -81,22 +72,10 @@ def test_a_search_on_kubeflow_continues_after_its_controller_and_registers_the_b
     empty_mlflow.place(tmp_path / "home")
     store = open_store((tmp_path / "home/store").as_uri())
     with KubeflowServer() as server:
-        cluster = Cluster(server, tmp_path, store.url, kill_at=2)
-        wanted = identify_request(RunRequest(small(tmp_path), store.url, search=SEARCH), shared_folders=True)
-
-        def control() -> RunStatus:
-            return SubmittedSearch(wanted, cluster.submit, cluster.status, lambda _: None, poll_seconds=0).run()[0]
-
-        with pytest.raises(Killed):
-            control()
-        assert [entry.kind for entry in read_log(store, wanted.run_id)] == ["decision", "score", "decision"]
-        status = control()
-        assert status.exit_code == 0, status.message
+        cluster = Cluster(server, tmp_path, store.url, kill_at=KILL_AT)
+        row = best_of_killed_search(tmp_path, store, cluster.submit, cluster.status)
         assert all(words.startswith("paused: ") or words == "paused" for words in cluster.words[:3])
         assert len(server.runs) == 4, "two rungs, the promotion, and the run of the best trial"
-        comparison = read_comparison(store, wanted.run_id)
-        assert comparison is not None and len(comparison.stopped) == 1
-        row = comparison.best
         registered = (tmp_path / "home/store/runs").glob("*/registrations/*.json")
         assert [path.parent.parent.name for path in registered] == [row.run_id]
         empty_mlflow.place(tmp_path / "elsewhere/home")
