@@ -39,7 +39,7 @@ unit: $(VENV)/.dev  ## Run the tests
 	$(BIN)/pytest -n 4
 
 drill: $(VENV)/.dev  ## Run what takes long: faults again and again, sweeps
-	$(BIN)/pytest -n 4 -m drill --durations=25
+	$(BIN)/pytest -n 3 -m drill --durations=25 -ra
 
 docs: $(VENV)/.dev  ## Build the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

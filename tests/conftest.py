@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
 import os
 import sys
+import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -52,10 +55,34 @@ LONGEST = (
 )  # fmt: skip
 
 
+# The minutes of a short drill, and the order of its files. Tests that would begin too late are skipped; another day has
+# another order.
+DRILL_SECONDS = 60 * float(os.environ.get("HOLDFAST_DRILL_MINUTES", "0"))
+DRILL_ORDER = os.environ.setdefault("HOLDFAST_DRILL_ORDER", str(datetime.now(UTC).date()))  # the workers inherit it
+BEGAN = time.monotonic()
+
+
+def pytest_report_header() -> str | None:
+    """How to run the same short drill again."""
+    return f"short drill: HOLDFAST_DRILL_ORDER={DRILL_ORDER}" if DRILL_SECONDS else None
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """In a short drill, begin a test only while half of its time limit is left."""
+    limit = item.get_closest_marker("timeout")
+    half = (limit.args[0] if limit else item.config.getvalue("timeout")) / 2
+    if DRILL_SECONDS and time.monotonic() - BEGAN + half > DRILL_SECONDS:
+        pytest.skip("the time of this short drill is over; `make drill` runs all")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the longest files first, then those with slow tests and longer time limits, so that the other processes do
-    not wait for them.
+    not wait for them. A short drill has the files in a random order.
     """
+    if DRILL_SECONDS:
+        items.sort(key=lambda item: hashlib.sha256(f"{DRILL_ORDER} {_file_of(item.nodeid)}".encode()).digest())
+        return
 
     def rank_of(file: str) -> int:
         return next((rank for rank, prefix in enumerate(LONGEST) if file.startswith(prefix)), len(LONGEST))
@@ -68,12 +95,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: (rank_of(item.nodeid), -long[item.path]))
 
 
+def _file_of(nodeid: str) -> str:
+    """The file of a test. Those that share one Ray cluster count as one file."""
+    file = nodeid.split("::", maxsplit=1)[0]
+    return "tests/ray" if file.startswith("tests/ray/") else file
+
+
 class FileScheduling(LoadFileScheduling):
     """Distribution by file, except that one process runs all files that share one Ray cluster."""
 
     def _split_scope(self, nodeid: str) -> str:
-        scope = str(super()._split_scope(nodeid))
-        return "tests/ray" if scope.startswith("tests/ray/") else scope
+        return _file_of(nodeid)
 
 
 @pytest.hookimpl(optionalhook=True)
