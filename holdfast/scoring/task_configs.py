@@ -336,7 +336,7 @@ class _TaskReader:
             )
         raw = self._store.get(name)
         try:
-            config = yaml.safe_load(raw)
+            config = yaml.load(raw, _TaskLoader)  # noqa: S506 - a safe loader
         # ValueError: a number with thousands of digits. RecursionError: deep lists. Others: a text that does not fit
         # its tag, such as `!!bool x`.
         except (yaml.YAMLError, ValueError, RecursionError, LookupError, AttributeError, TypeError) as error:
@@ -350,6 +350,18 @@ class _TaskReader:
         _require_plain(config, where)
         self.texts[name] = raw.decode(errors="backslashreplace")
         return config
+
+
+class _TaskLoader(yaml.SafeLoader):
+    """Refuses keys (`<<`) that merge far more than the file holds."""
+
+    _merged = 0
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        self._merged += len(node.value)
+        if self._merged > MAX_EXPANDED:
+            raise yaml.MarkedYAMLError(problem=f"its keys `<<` merge more than {MAX_EXPANDED:,} keys")
 
 
 def _require_plain(config: Any, where: str) -> None:

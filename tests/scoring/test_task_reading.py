@@ -74,6 +74,14 @@ def test_aliases_that_would_be_written_out_without_end_are_refused(tmp_path: Pat
         find_task(task)
 
 
+def test_keys_that_would_be_merged_without_end_are_refused(tmp_path: Path) -> None:
+    task = bundle(tmp_path)
+    merged = "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 10)}]}}\n" for n in range(1, 9))
+    (tmp_path / "mmlu.yaml").write_text(f"a0: &a0 {{x: 1}}\n{merged}group: mmlu\ntask: [mmlu_law]\n")
+    with pytest.raises(DataError, match=r"mmlu\.yaml is no plain YAML \(its keys `<<` merge more than 1,048,576 keys"):
+        find_task(task)
+
+
 @pytest.mark.parametrize(
     ("lines", "words"),
     [

@@ -96,9 +96,9 @@ class RunRecord:
 
     @property
     def steps(self) -> int:
-        """The number of steps in the spec; 0 if unknown, as of a script."""
+        """The number of steps in the spec. Of a script that has ended, its own number; 0 before."""
         if self.is_script:
-            return 0
+            return self.step if self.result is not None else 0
         training = self.spec.get("training")
         steps = training.get("steps", 0) if isinstance(training, dict) else 0
         return steps if isinstance(steps, int) else 0

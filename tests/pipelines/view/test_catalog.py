@@ -55,6 +55,14 @@ def write(store: Store, run_id: str, name: str, **more: bytes) -> None:
         store.put(layout.run(run_id, f"{file}.json"), data)
 
 
+def test_the_number_of_steps_of_a_script_is_known_once_it_has_ended(folder_store: Store) -> None:
+    run = b'{"spec": {"name": "s", "train": {"script": "train.py"}}, "dataset_id": "d"}'
+    write(folder_store, "aaaa", "s", run=run)
+    assert find_run(folder_store, "s").as_json()["steps"] == 10
+    folder_store.delete(layout.result("aaaa"))
+    assert find_run(folder_store, "s").as_json()["steps"] == 0
+
+
 DAMAGED = [b"{", b"[" * 200_000, b"", b"\xff", b"null", b"[]", b'"x"', b'{"spec": NaN}']
 
 
