@@ -1,5 +1,5 @@
-"""`python -m MODULE`, forked from a process that has imported what trainings need. Importing torch and MLflow takes
-longer than a whole tiny training.
+"""`python -m MODULE` and `python -c CODE`, forked from a process that has imported what trainings need. Importing torch
+and MLflow takes longer than a whole tiny training.
 
 The process is like one of `subprocess.Popen`, with a separate session, environment, command line and exit. If the
 requested environment could change an import, it is a new interpreter.
@@ -14,6 +14,7 @@ import runpy
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,14 +45,15 @@ _SERVERS: list[WarmServer] = []  # the server of this process, at most one
 
 
 class Warm(subprocess.Popen[Any]):
-    """A Popen of `[sys.executable, "-m", MODULE, ...]`, with streams, `env` and `start_new_session`."""
+    """A Popen of `[sys.executable, "-m", MODULE, ...]` or `[sys.executable, "-c", CODE, ...]`, with streams, `env` and
+    `start_new_session`."""
 
     def _execute_child(self, *arguments: Any) -> None:
         call = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
         environment = dict(os.environ if call["env"] is None else call["env"])
         ends = (call["c2pwrite"], call["errwrite"], call["start_new_session"], call["p2cread"])
         out, err, new_session, read = (None if end == -1 else end for end in ends)
-        arguments = [os.fspath(call["cwd"] or "."), *call["args"][2:]]
+        arguments = [os.fspath(call["cwd"] or "."), *call["args"][1:]]
         self._warm = _SERVERS[0].start(__name__, arguments, environment, out, err, new_session, read)
         self.pid, self._child_created = self._warm.pid, True
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -69,8 +71,8 @@ class Warm(subprocess.Popen[Any]):
 
 
 def popen(command: Sequence[str], env: Mapping[str, str], **more: Any) -> subprocess.Popen[Any]:
-    """Start `command`, warm if it is a `python -m MODULE`."""
-    same = tuple(command[:2]) == (sys.executable, "-m") and _same_imports(env)
+    """Start `command`, warm if it is a `python -m MODULE` or a `python -c CODE`."""
+    same = command[0] == sys.executable and command[1] in ("-m", "-c") and _same_imports(env)
     return (Warm if same and ready() else subprocess.Popen)(list(command), env=dict(env), **more)
 
 
@@ -105,18 +107,21 @@ def _path(environment: Mapping[str, str]) -> list[str]:
 
 
 def main() -> None:
-    """Run the module that is named first, as `python -m` would."""
-    folder, module, *_ = sys.argv[1:]
+    """Run what the arguments name: a module, as `python -m` would, or code, as `python -c` would."""
+    folder, option, work, *arguments = sys.argv[1:]
     os.chdir(folder)
-    command = sys.argv[2:]
-    if module in TRAININGS:
+    if option == "-m" and work in TRAININGS:
         _fork_the_server_of_launches()
-    sys.argv = command
-    if not hasattr(sys.modules.get(module), "__path__"):
-        sys.modules.pop(module, None)  # otherwise runpy warns that it runs twice
-    processes._present([sys.executable, "-m", *command], dict(os.environ))
+    processes._present([sys.executable, option, work, *arguments], dict(os.environ))
     try:
-        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        if option == "-c":
+            sys.argv, sys.modules["__main__"] = ["-c", *arguments], types.ModuleType("__main__")
+            exec(compile(work, "<string>", "exec", dont_inherit=True), vars(sys.modules["__main__"]))
+        else:
+            sys.argv = [work, *arguments]
+            if not hasattr(sys.modules.get(work), "__path__"):
+                sys.modules.pop(work, None)  # otherwise runpy warns that it runs twice
+            runpy.run_module(work, run_name="__main__", alter_sys=True)
     finally:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()

@@ -19,6 +19,7 @@ from holdfast.spec.engine_text import escape
 from holdfast.steps.jobs import outcomes_of, recorder
 from holdfast.steps.outcomes import STOP_FILE, Outcome, first_failure, read_outcomes, was_stopped
 from holdfast.steps.runner import files_to_environment
+from tests import warm
 
 SPEC = "{name: some, data: {sources: [{uri: 'x'}]}}"
 
@@ -51,7 +52,7 @@ def component(tmp_path: Path, body: str, spec: str = SPEC, **given: object) -> s
     environment = {**os.environ, OUTCOMES: str(tmp_path), "HOLDFAST_STORE": "file:///somewhere"}
     code = STEP.format(body=body, spec=spec, store="", job="", folder=f"{tmp_path}/", given=given)
     command = [sys.executable, "-c", code]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return warm.popen(command, environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -182,7 +183,7 @@ def test_a_step_whose_folder_is_deleted_ends_as_terminated(tmp_path: Path) -> No
     assert (code, "returned" in output, "Traceback" in output) == (143, False, False), output
     (late := tmp_path / "late").mkdir()
     command, environment = [sys.executable, "-c", LATE, str(late)], {**os.environ, OUTCOMES: str(late)}
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    process = warm.run(command, environment)
     assert (process.returncode, process.stdout) == (143, ""), process.stderr
 
 
@@ -194,7 +195,7 @@ def on_a_cluster(tmp_path: Path, body: str, job: str = JOB) -> int:
     code = STEP.format(body=body, spec=SPEC, store=f"file://{tmp_path}", job=job, folder=f"{tmp_path}/", given={})
     environment = {**os.environ, "HOLDFAST_POD_NAME": "quickstart-x-train-7"}
     environment.pop(OUTCOMES, None)
-    return subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode
+    return warm.run([sys.executable, "-c", code], environment).returncode
 
 
 def test_on_a_cluster_the_outcome_of_a_step_is_in_the_store(tmp_path: Path) -> None:
@@ -301,10 +302,7 @@ def _in_a_pod(tmp_path: Path, spec: str, given: dict[str, str]) -> subprocess.Co
         f"raise SystemExit(main('preprocess', body, ['--spec', {str(tmp_path / 'spec.yaml')!r}]))"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST", "MLFLOW"))}
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env={**environment, **IN_A_POD, **given}, check=False, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    return warm.run([sys.executable, "-c", code], {**environment, **IN_A_POD, **given})
 
 
 def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_words(tmp_path: Path) -> None:
@@ -320,7 +318,8 @@ def test_on_a_cluster_the_summary_names_the_run_the_failed_step_and_its_own_word
         "status=Some(state='FAILED', error_message='a pod failed'), summary=Some(path='summary.md', metadata={}))"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOLDFAST_")}
-    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path, check=True)
+    notified = warm.run([sys.executable, "-c", code], environment, tmp_path)
+    assert notified.returncode == 0, notified.stderr
     summary = (tmp_path / "summary.md").read_text()
     expected = run_id(parse_spec(SPEC), "0123456789abcdef")
     assert f"(run {expected}): failed" in summary

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import os
 import subprocess
 import sys
 import textwrap
@@ -22,6 +23,7 @@ from holdfast.runtime.logs import configure_logging
 from holdfast.spec import ExitCode, SpecError, errors
 from holdfast.steps.command_line import add_common, publish, spec_and_store
 from holdfast.store import open_store
+from tests import warm
 from tests.spec.conftest import text_with
 
 
@@ -103,7 +105,7 @@ def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., subpr
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-c", textwrap.dedent(STEP), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+        return warm.run(command, os.environ)
 
     return run
 

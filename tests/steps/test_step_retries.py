@@ -30,8 +30,7 @@ from holdfast.spec.errors import (
 )
 from holdfast.steps.jobs import outcomes_of
 from holdfast.store import open_store
-
-ROOT = Path(__file__).parents[2]
+from tests import warm
 
 
 @pytest.fixture
@@ -134,13 +133,8 @@ def started(face: str, folder: Path, fails: int, wait: float, **environment: str
     (folder / "spec.yaml").write_text(SPEC % wait)
     arguments = [face, str(folder / "spec.yaml"), str(folder / "tries"), str(fails), f"file://{folder}/store"]
     inherited = {name: value for name, value in os.environ.items() if name != OUTCOMES}
-    return subprocess.Popen(
-        [sys.executable, "-c", STEP, *arguments],
-        cwd=ROOT,
-        env={**inherited, **environment},
-        text=True,
-        stderr=subprocess.PIPE,
-    )
+    command = [sys.executable, "-c", STEP, *arguments]
+    return warm.popen(command, {**inherited, **environment}, text=True, stderr=subprocess.PIPE)
 
 
 @pytest.mark.parametrize("face", ["kfp", "argo"])
@@ -194,7 +188,7 @@ sys.exit(run_step("evaluate", body, record)[1])
 
 
 def test_an_ended_step_keeps_its_exit_code_after_a_late_sigterm() -> None:
-    assert subprocess.run([sys.executable, "-c", LATE], cwd=ROOT, check=False).returncode == 0
+    assert warm.run([sys.executable, "-c", LATE], os.environ).returncode == 0
 
 
 SLOW = """
@@ -220,7 +214,7 @@ def test_a_step_records_sigterm_before_it_is_killed_during_shutdown(tmp_path: Pa
     """As under KFP's launcher, which does not wait for the step."""
     url = f"file://{tmp_path}/store"
     command = [sys.executable, "-c", SLOW, url]
-    step = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    step = warm.popen(command, os.environ, stdout=subprocess.PIPE, text=True)
     assert step.stdout is not None
     assert step.stdout.readline() == "begun\n"
     step.send_signal(signal.SIGTERM)
