@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.drill, pytest.mark.timeout(900)]
 
 AHEAD = 5  # steps
 KNOBS = (
-    "training.global_batch=32",
+    "training.global_batch=4",
     "checkpoint.every_steps=20",
     "cluster.restarts={budget: 1000, backoff_seconds: 0}",
 )
