@@ -12,9 +12,9 @@ from pathlib import Path
 from holdfast.tracking import connect
 
 
-def place(home: Path) -> None:
-    """Give a HOLDFAST_HOME an empty MLflow, unless it already has one."""
-    database = home / "mlflow.db"
+def place(home: Path, name: str = "mlflow.db") -> None:
+    """Give a HOLDFAST_HOME, or a folder with another file, an empty MLflow, unless it already has one."""
+    database = home / name
     if not database.exists():
         home.mkdir(parents=True, exist_ok=True)
         database.write_bytes(_empty())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -16,7 +15,7 @@ import requests
 from urllib3.util import Retry
 
 from holdfast.store import Store, open_store
-from tests import empty_mlflow
+from tests import empty_mlflow, warm
 from tests.ports import free_port
 from tests.tracking import made
 
@@ -49,13 +48,26 @@ def store(tmp_path: Path) -> Store:
 
 @contextmanager
 def mlflow_server(folder: Path, port: int) -> Iterator[str]:
-    """A real MLflow server over HTTP; with the same folder it has its earlier data."""
-    command = [sys.executable, "-m", "mlflow", "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{folder / 'server.db'}"]
-    command += ["--artifacts-destination", str(folder / "artifacts")]
-    environment = {**os.environ, "MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+    """A real MLflow server over HTTP; with the same folder it has its earlier data.
+
+    `mlflow server` sets these variables and starts the same application. It would import MLflow twice for that.
+    """
+    empty_mlflow.place(folder, "server.db")
+    command = [sys.executable, "-m", "uvicorn", "mlflow.server.fastapi_app:app"]
+    command += ["--host", "127.0.0.1", "--port", str(port)]
+    database = f"sqlite:///{folder / 'server.db'}"
+    environment = {
+        **os.environ,
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
+        "_MLFLOW_SERVER_FILE_STORE": database,
+        "_MLFLOW_SERVER_REGISTRY_STORE": database,
+        "_MLFLOW_SERVER_ARTIFACT_ROOT": "mlflow-artifacts:/",
+        "_MLFLOW_SERVER_ARTIFACT_DESTINATION": str(folder / "artifacts"),
+        "_MLFLOW_SERVER_SERVE_ARTIFACTS": "true",
+    }
     with (folder / "server.log").open("ab") as log:
-        server = subprocess.Popen(command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        server = warm.popen(command, environment, stdout=log, stderr=log, start_new_session=True)
     url = f"http://127.0.0.1:{port}"
     try:
         with requests.Session() as session:
@@ -72,7 +84,7 @@ def mlflow_server(folder: Path, port: int) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def lasting_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """A real MLflow server for the tests of a file, its folder and its URL. Starting one takes ten seconds."""
+    """A real MLflow server for the tests of a file, its folder and its URL."""
     folder = tmp_path_factory.mktemp("mlflow-server")
     with mlflow_server(folder, free_port()) as url:
         yield folder, url
