@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import sqlite3
-import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from holdfast.checkpoint import list_pins
 from holdfast.components.register import NotBlessedError, run
-from holdfast.components.register.publish import publish
+from holdfast.components.register.publish import describe_model, publish
+from holdfast.model.exported import read_record
 from holdfast.pipelines.cli.entry import app
 from holdfast.runtime.environment import tracking_uri
 from holdfast.spec import ExitCode, HoldfastError, dump_spec
@@ -24,7 +25,7 @@ from holdfast.spec.errors import ChampionChangedError, DataError, ForeignVersion
 from holdfast.store import Store, layout, open_store
 from holdfast.tracking import champion, connect, promote, registration_key, rollback, versions
 from holdfast.tracking.artifacts import whole_text
-from tests import warm
+from tests import empty_mlflow
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.breaking_store import Killed as Dead
 from tests.register.conftest import EXPORT, STEP, Finish, FinishIn
@@ -278,6 +279,7 @@ def test_a_verdict_against_version_1_of_another_mlflow_does_not_promote(
     run(made.spec(), made.RUN_ID, store)
     current = the_champion(store)
     finish("3333444455556666")
+    empty_mlflow.place(tmp_path, "elsewhere.db")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path / 'elsewhere.db'}")
     run(made.spec(), "3333444455556666", store)
     finish(OTHER, verdict={"champion": current}, key="here")
@@ -334,31 +336,28 @@ class Killed(BaseException):
     """The process dies here, from the view of the code under test."""
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        "create_experiment",
-        "create_run",
-        "log_inputs",
-        "create_registered_model",
-        "create_model_version",
-        "set_registered_model_alias",
-    ],
-)
-def test_killed_at_any_call_and_repeated_there_is_one_version(
-    call: str, home: Path, store: Store, finish: Finish, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    finish()
-    original = getattr(MlflowClient, call)
+def dying_after(call: Callable[..., object]) -> Callable[..., None]:
+    """A call after which the process dies. Death before it is the same as after the previous one."""
 
     def dying(*arguments: object, **named: object) -> None:
-        original(*arguments, **named)
-        raise Killed  # before the call: the same as after the previous one
+        call(*arguments, **named)
+        raise Killed
 
-    with monkeypatch.context() as patch:
-        patch.setattr(MlflowClient, call, dying)
-        with pytest.raises(Killed):
-            run(made.spec(), made.RUN_ID, store)
+    return dying
+
+
+def test_killed_after_each_call_and_repeated_there_is_one_version(
+    home: Path, store: Store, finish: Finish, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finish()
+    for call in (  # each registration gets one call further than the one before
+        "create_experiment", "create_run", "log_inputs", "create_registered_model", "create_model_version",
+        "set_registered_model_alias",
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setattr(MlflowClient, call, dying_after(getattr(MlflowClient, call)))
+            with pytest.raises(Killed):
+                run(made.spec(), made.RUN_ID, store)
     registration = run(made.spec(), made.RUN_ID, store)
     assert registration == run(made.spec(), made.RUN_ID, store)
     assert [version.version for version in versions("story", store)] == [registration.version]
@@ -372,12 +371,24 @@ def test_killed_at_any_call_and_repeated_there_is_one_version(
     assert version.source == f"{store.url}/{EXPORT}".rstrip("/")
 
 
-def test_killed_while_the_model_is_described_and_repeated_it_is_whole(home: Path, store: Store, finish: Finish) -> None:
+def test_killed_while_the_model_is_described_and_repeated_it_is_whole(
+    home: Path, store: Store, finish: Finish, tmp_path: Path
+) -> None:
     finish()
+    described = tmp_path / "described"  # once, by MLflow, which takes longer than all writes to the store
+    files = describe_model(described, read_record(store, EXPORT), f"{store.url}/{EXPORT}")
+
+    def describe(folder: Path, *_: object) -> list[Path]:
+        shutil.copytree(described, folder)
+        return [folder / path.relative_to(described) for path in files]
+
+    def publish_to(where: Store) -> str:
+        return publish(connect(), tracking_uri(), "unused", "unused", where, EXPORT, describe=describe)
+
     export, folder = EXPORT, EXPORT
     weights = {info.key: info.version for info in store.list(layout.exports(made.RUN_ID))}
     counted = BreakingStore(store, kill=False)
-    publish(connect(), tracking_uri(), "unused", "unused", counted, export)
+    publish_to(counted)
     whole = [info.key for info in store.list(layout.exports(made.RUN_ID))]
     assert {f"{folder}MLmodel", layout.package_record(export)} < set(whole)
     read = len(weights) * 2 + 2  # reads of the weights before the first write
@@ -386,29 +397,14 @@ def test_killed_while_the_model_is_described_and_repeated_it_is_whole(home: Path
         for key in set(whole) - weights.keys():
             store.delete(key)
         with pytest.raises(Dead):
-            publish(connect(), tracking_uri(), "unused", "unused", BreakingStore(store, at, kill=True), export)
+            publish_to(BreakingStore(store, at, kill=True))
         assert store.stat(layout.package_record(export)) is None
-        assert publish(connect(), tracking_uri(), "", "", store, export) == f"{store.url}/{folder}".rstrip("/")
+        assert publish_to(store) == f"{store.url}/{folder}".rstrip("/")
         assert [info.key for info in store.list(layout.exports(made.RUN_ID))] == whole
     assert weights.items() <= {info.key: info.version for info in store.list(layout.exports(made.RUN_ID))}.items()
     store.put(f"{folder}serving.py", b"print('changed')")
-    publish(connect(), tracking_uri(), "", "", store, export)
+    publish_to(store)
     assert store.get(f"{folder}serving.py") != b"print('changed')", "code that MLflow runs is written anew"
-
-
-def test_two_concurrent_steps_register_one_version(home: Path, store: Store, finish: Finish, tmp_path: Path) -> None:
-    finish()
-    spec = tmp_path / "spec.yaml"
-    spec.write_text(dump_spec(made.spec()), encoding="utf-8")
-    command = [sys.executable, "-m", "holdfast.components.register", "--spec", str(spec), "--run-id", made.RUN_ID]
-    steps = [
-        warm.popen([*command, "--store", store.url, "--output", str(tmp_path / f"{number}.json")], os.environ)
-        for number in range(2)
-    ]
-    assert [step.wait(timeout=300) for step in steps] == [0, 0]
-    [first, second] = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]
-    [version] = versions("story", store)
-    assert version.version == first["version"] == second["version"]
 
 
 @pytest.mark.slow
