@@ -25,11 +25,12 @@ from tests.compare.test_compare import TRIALS as COMPARED_TRIALS
 from tests.compare.test_compare import judged
 from tests.kubeflow_server import KubeflowServer
 from tests.pipelines.backends.argo.test_backend import argo, ended, server, workflows
+from tests.pipelines.backends.kubeflow.conftest import compile_once, without_pauses
 
 SPEC = parse_spec("{name: small, store: 's3://bucket/prefix', data: {sources: [{uri: 'python:stdlib'}]}}")
 SWEEP = "3f2a4b5c6d7e8f90"
 ORDER = RunRequest(SPEC, run_id=SWEEP, trials=(("training.seed=1",), ("training.seed=2",)), concurrent_trials=1)
-__all__ = ["argo", "server"]  # fixtures
+__all__ = ["argo", "compile_once", "server", "without_pauses"]  # fixtures
 
 
 def node(name: str, kind: str, template: str, phase: str) -> dict[str, Any]:

@@ -24,8 +24,10 @@ from holdfast.telemetry.event_log import recording
 from holdfast.telemetry.events import Progress
 from tests import warm
 from tests.kubeflow_server import KubeflowServer
+from tests.pipelines.backends.kubeflow.conftest import compile_once, without_pauses
 from tests.pipelines.cli.test_cli import imports_of
 
+__all__ = ["compile_once", "without_pauses"]  # fixtures
 ROOT = Path(__file__).parents[3]
 QUICKSTART = str(ROOT / "examples/quickstart.yaml")
 

@@ -38,7 +38,8 @@ def _order(request: RunRequest) -> str:
     return _kept(request, request.spec, lambda: order_text(request))
 
 
-def _pipeline(spec: Spec, image: str | None = None, scheduled: bool = False) -> str:
+def compiled_once(spec: Spec, image: str | None = None, scheduled: bool = False) -> str:
+    """The text of the pipeline of `spec`, which this process compiles once."""
     return _kept((image, scheduled), spec, lambda: pipeline_text(spec, image, scheduled))
 
 
@@ -46,20 +47,25 @@ def _pipeline(spec: Spec, image: str | None = None, scheduled: bool = False) -> 
 def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests for the same pipeline share its text. `test_compile.py` checks that equal requests give equal texts."""
     monkeypatch.setattr(submit, "order_text", _order)
-    monkeypatch.setattr(submit, "pipeline_text", _pipeline)
-    monkeypatch.setattr(schedule, "pipeline_text", _pipeline)
+    monkeypatch.setattr(submit, "pipeline_text", compiled_once)
+    monkeypatch.setattr(schedule, "pipeline_text", compiled_once)
+
+
+@pytest.fixture(autouse=True)
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A submission waits neither for runs that are older by the clock of the server nor long before another try."""
+    monkeypatch.setattr(connection, "PAUSE", 0.001)
+    monkeypatch.setattr(submit, "SETTLE_SECONDS", 0.0)
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No Kubeflow of the machine is known, and waits are short."""
+    """No Kubeflow of the machine is known, and an unreachable store is left soon."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "no-kubeconfig"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(connection, "PAUSE", 0.001)
     monkeypatch.setattr(explain, "DEADLINE", 0.2)
-    monkeypatch.setattr(submit, "SETTLE_SECONDS", 0.0)
 
 
 @pytest.fixture

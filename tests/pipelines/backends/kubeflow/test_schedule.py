@@ -8,13 +8,12 @@ from contextlib import suppress
 import pytest
 
 from holdfast.pipelines.backends.kubeflow import schedule as schedules
-from holdfast.pipelines.backends.kubeflow.compile import pipeline_text
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.schedule import Scheduled, delete, entries, pause, schedule, trigger_of
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec.errors import HoldfastError, MissingError, SpecError
 from tests.kubeflow_server import Fault, KubeflowServer
-from tests.pipelines.backends.kubeflow.conftest import connect, spec
+from tests.pipelines.backends.kubeflow.conftest import compiled_once, connect, spec
 
 WEEKLY = RunRequest(spec("schedule.cron=0 3 * * 1"))
 DAILY = RunRequest(spec("schedule.cron=0 3 * * *"))
@@ -22,8 +21,8 @@ DAILY = RunRequest(spec("schedule.cron=0 3 * * *"))
 
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled once: its content does not matter here."""
-    text = pipeline_text(spec())
+    """Its content does not matter here."""
+    text = compiled_once(spec())
     for module in ("schedule", "submit"):
         monkeypatch.setattr(f"holdfast.pipelines.backends.kubeflow.{module}.pipeline_text", lambda *_, **__: text)
     monkeypatch.setattr(schedules, "pipeline_digest", lambda _: "digest")
