@@ -105,6 +105,20 @@ def holdfast(folder: Path, *arguments: str, command: str = "run", **more: str) -
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
 
+def register_champion(folder: Path) -> None:
+    """Train, evaluate and register the model of `folder`/spec.yaml, each step as its own command. Forked processes run
+    them, which takes a fifth of the time of `holdfast run`."""
+    empty_mlflow.place(folder / "home")
+    output: dict[str, Any] = {}
+    for name, needed in (("preprocess", ""), ("train", "dataset_id"), ("evaluate", "run_id"), ("register", "run_id")):
+        command = [sys.executable, "-m", f"holdfast.components.{name}", "--spec=spec.yaml"]
+        command += [f"--{needed.replace('_', '-')}={output[needed]}"] if needed else []
+        result = warm.run(command, environment(folder / "home"), folder)
+        assert result.returncode == 0, result.stdout + result.stderr
+        output |= json.loads(result.stdout.splitlines()[-1])
+    assert output["alias"] == "champion"
+
+
 def objects(folder: Path, pattern: str) -> list[Path]:
     """Files of the store that match."""
     return sorted((folder / "home/store").glob(pattern))
