@@ -15,6 +15,7 @@ import pytest
 from holdfast.launch.kubernetes.client import Api
 from holdfast.pipelines import doctor
 from holdfast.pipelines.chaos.s3 import S3Server
+from tests import warm
 from tests.pipelines.doctor.cluster import (
     Cluster,
     examined,
@@ -55,10 +56,7 @@ def command(tmp_path: Path, *arguments: str, **more: str) -> subprocess.Complete
         name: value for name, value in os.environ.items() if not name.startswith(("HOLDFAST", "MLFLOW", "AWS_"))
     }
     environment = {**inherited, "HOLDFAST_HOME": str(tmp_path / "home"), "KUBECONFIG": str(tmp_path / "none"), **more}
-    return subprocess.run(
-        [sys.executable, "-m", "holdfast.pipelines.cli", "doctor", *arguments],
-        check=False, env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    return warm.run([sys.executable, "-m", "holdfast.pipelines.cli", "doctor", *arguments], environment)
 
 
 def test_the_doctor_without_a_cluster_reports_the_remaining_checks(tmp_path: Path) -> None:

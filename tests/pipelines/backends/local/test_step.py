@@ -15,6 +15,7 @@ import pytest
 from holdfast.pipelines.backends.local import worker
 from holdfast.pipelines.step_process import StepProcess
 from holdfast.spec import dump_spec, parse_spec
+from tests import warm
 
 ENDS = """import json, os, pathlib, signal, sys
 step, spec, output, code = sys.argv[1], *(word.partition("=")[2] for word in sys.argv[2:4]), sys.argv[4]
@@ -75,9 +76,7 @@ def test_a_stopped_run_runs_only_its_exit_handler(stopped: str, tmp_path: Path) 
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
     if stopped == "before":
         worker.request_stop(tmp_path)
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
-    ) as process:
+    with warm.popen(command, environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         if stopped == "by the end of its maker":
             process.stdin.close()

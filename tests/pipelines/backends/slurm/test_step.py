@@ -13,6 +13,7 @@ import pytest
 from holdfast.spec.errors import ExitCode
 from holdfast.steps.jobs import outcome_of
 from holdfast.store import open_store
+from tests import warm
 
 # The step's process, in which the step's module is replaced.
 STEP = """
@@ -28,14 +29,9 @@ def ended(
     folder: Path, meanwhile: str, *arguments: str, before: str = "", **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """A completed train step, without a Slurm."""
-    return subprocess.run(
-        [
-            sys.executable, "-c", STEP.format(meanwhile, before), "train", "--key=a", "--first=6", "--spec=none.yaml",
-            f"--store={(folder / 'store').as_uri()}", *arguments,
-        ],
-        cwd=folder, env={**os.environ, "PATH": str(folder), "SLURM_JOB_ID": "7", **variables},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-c", STEP.format(meanwhile, before), "train", "--key=a", "--first=6"]
+    command += ["--spec=none.yaml", f"--store={(folder / 'store').as_uri()}", *arguments]
+    return warm.run(command, {**os.environ, "PATH": str(folder), "SLURM_JOB_ID": "7", **variables}, folder)
 
 
 @pytest.mark.parametrize(
