@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +11,8 @@ from holdfast.components.trigger import run
 from holdfast.corpus import identify
 from holdfast.spec import Spec, parse_spec, run_id
 from holdfast.store import open_store
+from tests import empty_mlflow
+from tests.dvc_repository import commit
 from tests.registered import register_version
 
 MakeChampion = Callable[[Spec], None]
@@ -20,7 +20,9 @@ MakeChampion = Callable[[Spec], None]
 
 @pytest.fixture(scope="module")
 def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+    folder = tmp_path_factory.mktemp("mlflow")
+    empty_mlflow.place(folder)
+    return f"sqlite:///{folder / 'mlflow.db'}"
 
 
 @pytest.fixture
@@ -73,20 +75,13 @@ def test_a_commit_to_the_branch_makes_one_due_if_it_changes_the_data(
     repository = tmp_path / "repository"
     (repository / "data").mkdir(parents=True)
     (repository / "data/0.txt").write_text("the sea is wide")
-    dvc = [sys.executable, "-m", "dvc"]
-    git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "init.defaultBranch=main"]
-
-    def commit(*before: list[str]) -> None:
-        for command in (*before, [*dvc, "add", "-q", "data"], [*git, "add", "-A"], [*git, "commit", "-qm", "m"]):
-            subprocess.run(command, cwd=repository, check=True, capture_output=True)
-
-    commit([*git, "init", "-q"], [*dvc, "init", "-q"])
+    commit(repository, "data")
     spec = spec_over("tracked", f"{{uri: 'dvc:data', repo: '{repository}', revision: main}}")
     make_champion(spec)
     assert word(spec, tmp_path) == "not_due"
     (repository / "README").write_text("more about it")
-    commit()
+    commit(repository, "data")
     assert word(spec, tmp_path) == "not_due"
     (repository / "data/1.txt").write_text("the ship sails on")
-    commit()
+    commit(repository, "data")
     assert word(spec, tmp_path) == "due"
