@@ -94,13 +94,19 @@ def generate_lot(
 def sample_tokens(logits_BV: Tensor, u_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """The token of each row by inversion of the cumulative distribution at `u_B` (fp64 in [0, 1)), and the entropy of
     the distribution in nats. On the CPU, whose sums have one order."""
-    scaled_BV = logits_BV.cpu().double() / temperature
-    logprobs_BV = scaled_BV.log_softmax(-1)
+    scaled_BV = logits_BV.cpu() if temperature == 1 else logits_BV.cpu().double() / temperature
+    logprobs_BV = scaled_BV.log_softmax(-1, dtype=torch.float64)
     shares_BV = logprobs_BV.exp()
-    sums_BV = shares_BV.cumsum(-1)
-    whole_B1 = sums_BV[:, -1:]
-    token_B = ((sums_BV <= u_B[:, None] * whole_B1) & (sums_BV < whole_B1)).sum(-1)  # the product may round up to all
-    return token_B, -(shares_BV * torch.where(shares_BV > 0, logprobs_BV, 0.0)).sum(-1)
+    parts_BV = logprobs_BV.mul_(shares_BV)
+    entropy_B = -parts_BV.sum(-1)
+    if bool(entropy_B.isnan().any()):  # a token is impossible
+        entropy_B = -parts_BV.masked_fill_(shares_BV == 0, 0.0).sum(-1)
+    sums_BV = shares_BV.cumsum_(-1)  # never decreases
+    whole_B1 = sums_BV[:, -1:].contiguous()
+    below_B1 = torch.searchsorted(sums_BV, u_B[:, None] * whole_B1, right=True)
+    last_B1 = torch.searchsorted(sums_BV, whole_B1)  # the product may round up to all
+    token_B1 = torch.minimum(below_B1, last_B1)
+    return token_B1.masked_fill_(whole_B1.isnan(), 0)[:, 0], entropy_B
 
 
 class _Answers:

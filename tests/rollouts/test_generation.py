@@ -78,3 +78,23 @@ def test_tokens_have_their_probabilities() -> None:
     expected = torch.distributions.Categorical(logits=logits.double()).entropy()
     assert float(entropy[0]) == pytest.approx(float(expected))
     assert sample_tokens(logits[None], torch.tensor([1 - 2.0**-53]).double(), 1.0)[0].tolist() == [3]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_token_is_the_number_of_sums_that_are_not_above_its_number(temperature: float) -> None:
+    """Bit for bit, as runs have recorded answers of this definition."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(64, 151, generator=generator) * torch.tensor([1.0, 8.0, 300.0, 900.0]).repeat(16)[:, None]
+    logits[::3, ::5] = -torch.inf
+    u = torch.rand(64, generator=generator, dtype=torch.float64)
+    u[0], u[1], u[2] = 0, 1 - 2.0**-53, 0.5
+    logprobs = (logits.double() / temperature).log_softmax(-1)
+    shares = logprobs.exp()
+    sums = shares.cumsum(-1)
+    whole = sums[:, -1:]
+    expected = ((sums <= u[:, None] * whole) & (sums < whole)).sum(-1)
+    tokens, entropy = sample_tokens(logits, u, temperature)
+    assert torch.equal(tokens, expected)
+    parts = shares * torch.where(shares > 0, logprobs, 0.0)
+    assert torch.equal(entropy, -parts.sum(-1))
+    assert sample_tokens(torch.full((1, 9), torch.nan), u[:1], temperature)[0].tolist() == [0]
