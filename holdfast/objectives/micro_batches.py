@@ -27,7 +27,8 @@ class MicroBatch(NamedTuple):
     def some(self, rows: slice) -> MicroBatch:
         """Some of the rows. The segments remain those of all."""
         documents = None if self.documents is None else self.documents[rows]
-        return MicroBatch(self.tokens[rows], self.targets[rows], documents, self.segments, self.marks[rows])
+        scores = None if self.scores is None else self.scores[rows]
+        return MicroBatch(self.tokens[rows], self.targets[rows], documents, self.segments, self.marks[rows], scores)
 
 
 def micro_batches(rows: Tensor, size: int, end_of_text: int | None, device: torch.device) -> Iterator[MicroBatch]:

@@ -23,7 +23,7 @@ from holdfast.spec.rollout import Grpo
 class PolicyGradient:
     """See `Objective`. Without a reference model there is no divergence."""
 
-    needs: ClassVar[frozenset[Need]] = frozenset()
+    needs: ClassVar[frozenset[Need]] = frozenset({"documents"})
     terms: tuple[str, ...] = ("policy_loss", "clipped_share")
     weights: tuple[float, ...] = (1.0,)
 
@@ -69,7 +69,7 @@ class PolicyGradient:
 class ReferencedPolicyGradient(PolicyGradient):
     """The same with the divergence from the reference model as a part of the loss. `kl` is its mean over the tokens."""
 
-    needs: ClassVar[frozenset[Need]] = frozenset({"reference"})
+    needs: ClassVar[frozenset[Need]] = frozenset({"reference", "documents"})
     terms: tuple[str, ...] = ("policy_loss", "kl_loss", "kl", "clipped_share")
 
     def __init__(self, settings: Grpo) -> None:

@@ -29,7 +29,7 @@ from holdfast.engines.interface import AnsweringEngine
 from holdfast.launch.device import device_name, local_device
 from holdfast.model.decoder import Decoder
 from holdfast.rewards.process import RewardProcess
-from holdfast.rollouts.advantages import has_signal, rows_of, scored_rows
+from holdfast.rollouts.advantages import has_signal, rows_of, scored_rows, width_unit
 from holdfast.rollouts.generation import LENGTH, Generated, generate_lot, sampling_of
 from holdfast.rollouts.records import (
     Answer,
@@ -188,6 +188,7 @@ class AnswerBatches:
             self._settings.scale_rewards,
             self._spec.model.context,
             self._end,
+            width_unit(self._spec.parallel, self._spec.model.context),
         )
         logprobs = None
         if self._settings.updates > 1 or self._settings.lag:

@@ -14,6 +14,7 @@ from torch import Tensor
 from holdfast.dataset.vocabulary import ENDS, UNCOUNTED
 from holdfast.objectives.micro_batches import with_scores
 from holdfast.rollouts.records import Unit
+from holdfast.spec.parallel import Parallel
 
 EPSILON = 1e-4  # added to the standard deviation, as in `trl`
 WIDTH = 16  # rows are a multiple of it long, so that few shapes occur
@@ -33,16 +34,28 @@ def has_signal(unit: Unit) -> bool:
     return len({answer.reward for answer in unit.answers}) > 1
 
 
+def width_unit(parallel: Parallel, context: int) -> int:
+    """What the width of a row is a multiple of. Pipeline stages, and ranks that share a sequence, take rows of
+    `context` tokens only."""
+    shared = parallel.context > 1 or parallel.pipeline > 1 or WIDTH % parallel.tensor
+    return context if shared else WIDTH
+
+
 def rows_of(
-    units: Sequence[Unit], prompts: Sequence[Sequence[int]], scaled: bool, context: int, filler: int
+    units: Sequence[Unit],
+    prompts: Sequence[Sequence[int]],
+    scaled: bool,
+    context: int,
+    filler: int,
+    multiple: int = WIDTH,
 ) -> tuple[Tensor, Tensor]:
     """The words and the advantages of a batch of answers, one row for each, in the order of units: int64 and fp32
-    [answers, width]. The width is the smallest multiple of WIDTH, plus 1, that the longest row fits into, and at most
-    `context` + 1. `prompts` are the tokens of each unit's prompt, and `filler` is the token after an answer."""
+    [answers, width]. The width is the smallest multiple of `multiple`, plus 1, that the longest row fits into, and at
+    most `context` + 1. `prompts` are the tokens of each unit's prompt, and `filler` is the token after an answer."""
     longest = max(
         len(prompt) + len(answer.tokens) for unit, prompt in zip(units, prompts, strict=True) for answer in unit.answers
     )
-    width = min(-(-(longest - 1) // WIDTH) * WIDTH, context) + 1
+    width = min(-(-(longest - 1) // multiple) * multiple, context) + 1
     words = torch.full((sum(len(unit.answers) for unit in units), width), filler | UNCOUNTED | ENDS)
     advantages = torch.zeros(words.shape)
     row = 0

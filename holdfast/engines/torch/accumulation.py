@@ -44,6 +44,10 @@ class Accumulation(Protocol):
         """The `divergence_sums` of this rank's rows, without gradients. Ranks that share rows return the same sums,
         or 0."""
 
+    def losses(self, rows: torch.Tensor) -> torch.Tensor:
+        """The losses of all targets of this rank's rows, without gradients: fp32 [rows, context] on the CPU. A
+        collective call."""
+
     def warm_up_rows(self) -> int:
         """The number of rows for a pass that uses all that a step uses."""
 
@@ -67,6 +71,15 @@ def _divergence_sums(micro: Micro, rows: torch.Tensor, rounds: int | None = None
         batch = batches[min(number, len(batches) - 1)]
         sums += divergence_sums(micro.given(batch), batch) * (number < len(batches))
     return sums
+
+
+def _losses(micro: Micro, rows: torch.Tensor, rounds: int | None = None) -> torch.Tensor:
+    """See `Accumulation.losses`. With shards every rank computes `rounds` micro-batches."""
+    batches, losses = list(micro.batches(rows)), []
+    for number in range(rounds or len(batches)):
+        batch = batches[min(number, len(batches) - 1)]
+        losses.append(micro.given(batch).losses.float().cpu())
+    return torch.cat(losses[: len(batches)])
 
 
 @dataclass(frozen=True)
@@ -97,6 +110,10 @@ class DataParallel:
         """See Accumulation."""
         return _divergence_sums(self.micro, rows)
 
+    def losses(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Accumulation."""
+        return _losses(self.micro, rows)
+
     def warm_up_rows(self) -> int:
         """See Accumulation."""
         return self.micro.settings.size
@@ -124,6 +141,7 @@ class Stages:
     parts: nn.ModuleList  # the trained stages
     reference: ForwardPipeline | None  # None with adapters, and for objectives without a reference
     teacher: ForwardPipeline | None
+    group: dist.ProcessGroup  # of the ranks of a pipeline
 
 
 @dataclass(frozen=True)
@@ -174,6 +192,17 @@ class PipelineStages:
             return torch.zeros(2, dtype=torch.int64, device=self.micro.topology.device)
         return divergence_sums(ObjectiveInputs(self.micro.whole(losses), reference), batch)
 
+    def losses(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Accumulation. The ranks with the last stage give them to the others."""
+        (batch,) = self.micro.batches(rows, len(rows))
+        found = self.stages.forward(self.micro.seen(batch))
+        if found is None:
+            losses = torch.zeros(batch.targets.shape, device=self.micro.topology.device)
+        else:
+            losses = self.micro.whole(found).float().contiguous()
+        dist.all_reduce(losses.view(torch.int32), group=self.stages.group)  # adds 0 to the bits
+        return losses.cpu()
+
     def warm_up_rows(self) -> int:
         """See Accumulation."""
         return self.micro.settings.size * self.micro_batches
@@ -214,6 +243,10 @@ class ElasticReplicas:
         """See Accumulation."""
         return _divergence_sums(self.micro, rows)
 
+    def losses(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Accumulation."""
+        return _losses(self.micro, rows)
+
     def warm_up_rows(self) -> int:
         """See Accumulation."""
         return self.micro.settings.size * len(self.grid().share(self.rank))
@@ -250,6 +283,10 @@ class ElasticShards:
     def divergence_sums(self, rows: torch.Tensor) -> torch.Tensor:
         """See Accumulation."""
         return _divergence_sums(self.micro, rows, self.grid().rounds)
+
+    def losses(self, rows: torch.Tensor) -> torch.Tensor:
+        """See Accumulation."""
+        return _losses(self.micro, rows, self.grid().rounds)
 
     def warm_up_rows(self) -> int:
         """See Accumulation."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.checkpoint import TensorBox
@@ -47,6 +48,7 @@ from holdfast.engines.torch.parameters import TrainedParameters, freeze
 from holdfast.engines.torch.pipeline import ForwardPipeline, Pipeline, build_parts
 from holdfast.engines.torch.scaling import LossScale
 from holdfast.engines.torch.tied import TiedEnds
+from holdfast.engines.torch.whole_model import whole_model
 from holdfast.engines.weights import COUNTER, state_prefix
 from holdfast.launch.device import local_device
 from holdfast.model.decoder import Decoder
@@ -194,39 +196,23 @@ class TorchEngine:
 
     @contextmanager
     def generating(self) -> Iterator[Decoder]:
-        """See Engine. Shards are gathered into a copy of the model."""
-        (decoder,) = self._parts
-        if self._sharded:
-            decoder = self._gathered()
+        """See Engine. Where a rank has a part of the model, or computes a part of each sequence, this is a copy."""
+        decoder = self._parts[0]
+        if self._sharded or self._mesh.context > 1:
+            decoder = whole_model(self._spec, decoder.vocabulary, self._weights(), self._device)
         narrow, training = NARROW.get(self._spec.training.precision), decoder.training
         with torch.no_grad(), torch.autocast(self._device.type, narrow, enabled=narrow is not None):
             yield decoder.eval()
         decoder.train(training)
 
-    def _gathered(self) -> Decoder:
-        """A copy of the model with whole weights. A collective call."""
-        with torch.device("meta"):
-            whole = Decoder(self._spec.model, self._parts[0].vocabulary)
-            add_adapters(whole, self._spec.training.lora)
-        whole.to_empty(device=self._device)
-        whole.reset_buffers()
-        shards = dict(self._parts[0].named_parameters())
-        with torch.no_grad():
-            for name, parameter in whole.named_parameters():
-                shard: Any = shards[name]
-                parameter.copy_(shard.full_tensor() if hasattr(shard, "full_tensor") else shard)
-        return whole
-
     def losses(self, rows: torch.Tensor) -> torch.Tensor:
         """See Engine."""
-        batches = list(self._micro.batches(rows))
-        rounds = self._grid().rounds if self._grid is not None and self._sharded else len(batches)
-        losses = []
-        with torch.no_grad():
-            for number in range(rounds):  # shards compute as many rounds on every rank
-                batch = batches[min(number, len(batches) - 1)]
-                losses.append(self._micro.given(batch).losses.float().cpu())
-        return torch.cat(losses[: len(batches)])
+        with torch.no_grad(), self._balance.uncounted():
+            losses = self._accumulation.losses(rows)
+        for module in chain.from_iterable(part.modules() for part in self._parts):
+            if isinstance(module, FSDPModule):
+                module.reshard()  # a forward pass leaves some weights gathered
+        return losses
 
     def close(self) -> None:
         """See Engine. The torch engine has nothing to remove."""
@@ -250,6 +236,7 @@ class TorchEngine:
             ForwardPipeline(computing, group, count, device),
             nn.ModuleList(self._parts),
             *(ForwardPipeline(parts, group, count, device) if parts else None for parts in frozen),
+            group,
         )
 
     def _micro_of(self, policy: nn.Module, sequence: SequenceShard | None, end_of_text: int | None) -> Micro:
@@ -286,16 +273,28 @@ class TorchEngine:
                     yield layout, layout.named(state_prefix(key)).box(value)
             if self._average is not None:
                 yield layout, layout.named(AVERAGE).box(self._average[name])
-        for name, parameter in self._trained.frozen() if self._spec.training.lora.rank is None else ():
+        if self._spec.training.lora.rank is None:
+            yield from self._laid_out(self._trained.frozen())
+        yield from self._biases()
+        for name, error in self._compression.errors() if self._compression is not None else ():
+            own = TensorLayout(name, (self._world, *error.shape[1:]), (self._world,), (self._rank,), (0,))
+            yield own, own.box(error)
+
+    def _weights(self) -> Iterator[tuple[TensorLayout, TensorBox]]:
+        """The layout of each weight, and this rank's box of it, with the biases of routers."""
+        yield from self._laid_out(chain(self._trained.named(), self._trained.frozen()))
+        yield from self._biases()
+
+    def _laid_out(self, named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[TensorLayout, TensorBox]]:
+        for name, parameter in named:
             layout = self._trained.layout_of(name, parameter)
             yield layout, layout.box(parameter)
+
+    def _biases(self) -> Iterator[tuple[TensorLayout, TensorBox]]:
         for name, bias in self._balance.state():
             ranks = self._world // self._mesh.pipeline  # of a stage
             layout = TensorLayout.of(name, bias).among(ranks, self._rank % ranks)
             yield layout, layout.box(bias)
-        for name, error in self._compression.errors() if self._compression is not None else ():
-            own = TensorLayout(name, (self._world, *error.shape[1:]), (self._world,), (self._rank,), (0,))
-            yield own, own.box(error)
 
     def _forward_backward(self, rows: torch.Tensor, sequences: int) -> torch.Tensor:
         """Accumulate the gradient of the loss of the global batch of `sequences` rows. Returns the values of the

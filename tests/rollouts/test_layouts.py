@@ -1,0 +1,104 @@
+"""Answers under layouts that divide the model or each sequence: those of one process, and equal bits after a stop.
+
+The first answers come from the same weights by the same arithmetic, so their records are equal. The updates on them
+add the same numbers in another order. The bound is that of `tests/train/test_mesh.py`: terms of the loss have about the
+size 1, which is that of an advantage.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from holdfast.rollouts.records import records_of_step
+from holdfast.spec import Spec
+from holdfast.store import Store, open_store
+from holdfast.telemetry import read_history
+from tests.rollouts.prompt_run import FIELDS, prompt_spec, write_prompts
+from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
+from tests.train.tiny_run import VOCABULARY
+
+COMMON = ("training.grpo.group=2", "training.global_batch=8", "training.micro_batch=2", "training.steps=3",
+          "training.grpo.updates=2", "training.grpo.rewards=[{kind: regex}]")  # fmt: skip
+UNTIED = ("model.tie_embeddings=false", "parallel.strategy=fsdp")
+MIXTURE = ("model.family=mixtral", "model.experts=4", "parallel.expert=2", "parallel.strategy=fsdp")
+STAGES = ("parallel.pipeline=2", *UNTIED)
+FAST = {"tensor": ("parallel.tensor=2",), "context": ("parallel.context=2", "training.grpo.normalization=grpo")}
+TWO_RANKS: dict[str, tuple[str, ...]] = {
+    "stages": STAGES,
+    "tied stages": (*STAGES, "model.tie_embeddings=true"),
+    "older weights in stages": (*STAGES, "training.grpo.updates=1", "training.grpo.lag=1"),
+    "experts": MIXTURE,
+    "balanced experts": (*MIXTURE, "model.family=deepseek_v3", "model.routing.shared=1"),
+    "older weights in shards": ("parallel.strategy=fsdp", "training.grpo.updates=1", "training.grpo.lag=1"),
+}
+FOUR_RANKS: dict[str, tuple[str, ...]] = {
+    "tensor x shards": ("parallel.tensor=2", "parallel.strategy=fsdp"),
+    "context x tensor": ("parallel.context=2", "parallel.tensor=2"),
+    "stages x tensor": (*STAGES, "parallel.tensor=2"),
+    "stages x context": (*STAGES, "parallel.context=2"),
+}
+
+
+def fields_of(layout: tuple[str, ...], ranks: int) -> tuple[str, ...]:
+    """The overrides of a run. One rank has no layout."""
+    own = layout if ranks > 1 else (field for field in layout if not field.startswith("parallel."))
+    return (*FIELDS, *COMMON, f"parallel.processes={ranks}", *own)
+
+
+def values(store: Store, spec: Spec, salt: str, name: str) -> np.ndarray:
+    """A column of the history, for the steps with the first answers."""
+    return np.array([row[name] for row in read_history(store, identity_of(spec, salt))][: spec.training.grpo.updates])
+
+
+def require_equal_to_one_process(store: Store, folder: Path, layouts: dict[str, tuple[str, ...]], ranks: int) -> None:
+    """Train each layout, whole and stopped after a step, and the same model in one process."""
+    runs: Runs = []
+    for name, layout in layouts.items():
+        fields = fields_of(layout, ranks)
+        runs += [(fields, name, None), (fields, f"{name} stopped", 1), (fields, f"{name} stopped", None)]
+    assert train_in_ranks(ranks, store.url, folder / "ranks", runs) == ["", "PreemptedError", ""] * len(layouts)
+    alone: Runs = [(fields_of(layout, 1), f"{name} alone", None) for name, layout in layouts.items()]
+    assert train_in_ranks(1, store.url, folder / "one", alone) == [""] * len(alone)
+    for name, layout in layouts.items():
+        spec, single = (prompt_spec(*fields_of(layout, count)) for count in (ranks, 1))
+        assert trained(store, spec, f"{name} stopped") == trained(store, spec, name)
+        first = list(records_of_step(store, identity_of(spec, name), 1))
+        assert len(first) == 2
+        assert first == list(records_of_step(store, identity_of(single, f"{name} alone"), 1))
+        bound = 2.0**-24 * math.sqrt(VOCABULARY) * (1 + 2 * np.arange(spec.training.grpo.updates))
+        found, expected = (
+            values(store, each, salt, "loss") for each, salt in ((spec, name), (single, f"{name} alone"))
+        )
+        assert (np.abs(found - expected) <= bound).all(), (name, found, expected)
+        norms, expected = (
+            values(store, each, salt, "grad_norm") for each, salt in ((spec, name), (single, f"{name} alone"))
+        )
+        assert expected.min() > 0
+        assert (np.abs(norms / expected - 1) <= bound).all(), (name, norms, expected)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    """A store with the prompts."""
+    store = open_store(f"file://{tmp_path / 'store'}")
+    write_prompts(store)
+    return store
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_a_divided_model_learns_like_one_process_and_resumes_with_the_same_bits(
+    store: Store, tmp_path: Path, name: str
+) -> None:
+    require_equal_to_one_process(store, tmp_path, {name: FAST[name]}, 2)
+
+
+@pytest.mark.drill
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_layout_learns_like_one_process_and_resumes_with_the_same_bits(
+    store: Store, tmp_path: Path, ranks: int
+) -> None:
+    require_equal_to_one_process(store, tmp_path, TWO_RANKS if ranks == 2 else FOUR_RANKS, ranks)
