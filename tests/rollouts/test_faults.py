@@ -43,13 +43,15 @@ def reward(record, answer):
 BROKEN = "import no_such_module\n\ndef reward(record, answer):\n    return 0\n"
 
 
-def with_reward(folder: Path, name: str, text: str) -> tuple[str, ...]:
-    """The overrides of a run with the reward of a file, which this writes into `folder`."""
-    (folder / name).write_text(text, encoding="utf-8")
+FILES = {"faulty.py": FAULTY, "calm.py": CALM, "broken.py": BROKEN}
+
+
+def with_reward(name: str) -> tuple[str, ...]:
+    """The overrides of a run with the reward of a file. A file that reads others depends on all."""
     use = f"{name}:reward"
-    digest = role_digest({name: source_text(text.encode())}, use)
-    return (*COMMON, f'training.grpo.rewards=[{{use: "{use}", digest: "{digest}", timeout_seconds: {LIMIT}, '
-            "on_failure: -1}]")  # fmt: skip
+    digest = role_digest({file: source_text(text.encode()) for file, text in FILES.items()}, use)
+    reward = f'{{use: "{use}", digest: "{digest}", timeout_seconds: {LIMIT}, on_failure: -1}}'
+    return (*COMMON, f"training.grpo.rewards=[{reward}]")
 
 
 def answers(store: Store, spec: Spec, salt: str = "") -> list[Answer]:
@@ -87,13 +89,15 @@ def test_rewards_that_fail_count_the_same_before_and_after_a_kill(tmp_path: Path
     store, code = open_store(f"file://{tmp_path / 'store'}"), tmp_path / "code"
     write_prompts(store)
     code.mkdir()
-    faulty, calm = with_reward(code, "faulty.py", FAULTY), with_reward(code, "calm.py", CALM)
+    for name, text in FILES.items():
+        (code / name).write_text(text, encoding="utf-8")
+    faulty, calm, broken = map(with_reward, FILES)
     runs = [((*FIELDS, *faulty), "", None), ((*FIELDS, *calm), "", None), ((*FIELDS, *faulty), "killed", None)]
     assert in_ranks(1, _killed_with_rewards, store.url, tmp_path / "first", runs, code) == [None]
     (code / "changed").touch()
     rest: Runs = [
         ((*FIELDS, *faulty), "killed", None),
-        ((*FIELDS, *with_reward(code, "broken.py", BROKEN)), "", None),
+        ((*FIELDS, *broken), "", None),
     ]
     assert in_ranks(1, train_with_code, store.url, tmp_path / "second", rest, code) == [["", "UserCodeError"]]
     spec = prompt_spec(*faulty)
