@@ -193,7 +193,7 @@ class PipelineStages:
         return divergence_sums(ObjectiveInputs(self.micro.whole(losses), reference), batch)
 
     def losses(self, rows: torch.Tensor) -> torch.Tensor:
-        """See Accumulation. The ranks with the last stage give them to the others."""
+        """See Accumulation. The ranks with the last stage send them to all ranks of the pipeline."""
         (batch,) = self.micro.batches(rows, len(rows))
         found = self.stages.forward(self.micro.seen(batch))
         if found is None:
