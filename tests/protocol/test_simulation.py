@@ -19,7 +19,7 @@ def require(seeds: range) -> None:
             raise
 
 
-@pytest.mark.parametrize("first", range(0, 200, TOGETHER))
+@pytest.mark.parametrize("first", range(0, 100, TOGETHER))
 def test_the_invariants_hold_for_every_seed(first: int) -> None:
     require(range(first, first + TOGETHER))
 
@@ -36,6 +36,6 @@ def test_the_invariants_hold_for_thousands_of_seeds(first: int) -> None:
 
 
 def test_a_seed_does_the_same_again() -> None:
-    first, second = ([simulate(seed).digest for seed in range(8)] for _ in range(2))
+    first, second = ([simulate(seed).digest for seed in range(3)] for _ in range(2))
     assert first == second
-    assert len(set(first)) == 8
+    assert len(set(first)) == 3

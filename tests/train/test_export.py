@@ -33,7 +33,7 @@ from holdfast.store import Store, layout
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, tiny_spec, write_dataset
 
-RUN, STEP, SPEC = "1111222233334444", 12, tiny_spec()
+RUN, STEP, SPEC = "1111222233334444", 12, tiny_spec("model.layers=1")
 FOLDER = layout.exports(RUN)
 
 
