@@ -33,7 +33,7 @@ from holdfast.spec.rules.objective import objective_name
 from holdfast.spec.training import KEEPING
 from tests.model.tiny_model import decoder, export, shape
 
-VOCABULARY = 512
+VOCABULARY = 256
 BAR = 0.05  # S1
 HERE = Accelerator(
     name="here", kind="cpu", bf16=1e11, fp32=1e11, memory=1e10, bandwidth=1e10, node=1, link=1e9, network=1e9, watts=0,
@@ -45,11 +45,11 @@ LLAMA_8B = Model(
 
 
 def spec_of(layers: int = 4, micro_batch: int = 4, tied: bool = True, **training: str) -> Spec:
-    masks, context = training.pop("masks", "false"), training.pop("context", "256")
+    masks, context = training.pop("masks", "false"), training.pop("context", "128")
+    hidden = training.pop("hidden", "96")
     start = ", init_from: x" if "lora" in training else ""
-    model = (
-        f"layers: {layers}, hidden: 192, heads: 6, kv_heads: 2, context: {context}, tie_embeddings: {str(tied).lower()}"
-    )
+    shape = f"layers: {layers}, hidden: {hidden}, heads: 6, kv_heads: 2, context: {context}"
+    model = f"{shape}, tie_embeddings: {str(tied).lower()}"
     lines = "".join(f", {name}: {value}" for name, value in training.items())
     return parse_spec(
         f"""
@@ -105,10 +105,14 @@ def test_the_memory_of_a_real_step_of_adapters_is_within_five_percent(
     base: str, precision: str, checkpointing: str
 ) -> None:
     lora = f"{{rank: 8, base: {base}}}"
-    spec = spec_of(8, 1, precision=precision, activation_checkpointing=checkpointing, lora=lora, context="64")
-    memory = planned(spec, VOCABULARY)
+    # NF4 scales 64 columns together.
+    hidden, context, vocabulary = ("192", "64", 512) if base == "nf4" else ("96", "32", VOCABULARY)
+    spec = spec_of(
+        8, 1, precision=precision, activation_checkpointing=checkpointing, lora=lora, context=context, hidden=hidden
+    )
+    memory = planned(spec, vocabulary)
     estimate = memory.total - memory.terms["fragmentation"]
-    assert estimate == pytest.approx(measured(spec, VOCABULARY), rel=BAR)
+    assert estimate == pytest.approx(measured(spec, vocabulary), rel=BAR)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -122,7 +126,7 @@ def test_the_memory_of_a_real_step_of_preferences_has_the_reference_model(precis
           document_masks: true
           sources: [{{uri: x}}]
           tokenizer: {{kind: file, path: x, end_of_text: x}}
-        model: {{layers: 8, hidden: 192, heads: 6, kv_heads: 2, context: 64, init_from: x}}
+        model: {{layers: 8, hidden: 96, heads: 6, kv_heads: 2, context: 32, init_from: x}}
         training: {{steps: 3, global_batch: 8, micro_batch: 2, precision: {precision}}}
         """
     )
@@ -134,14 +138,14 @@ def test_the_memory_of_a_real_step_of_preferences_has_the_reference_model(precis
 
 @pytest.mark.parametrize("top", [8, 64])
 def test_the_memory_of_a_real_step_of_a_distillation_has_the_teacher(tmp_path: Path, top: int) -> None:
-    guide = shape(layers=4, hidden=256, heads=4, context=64)
+    guide = shape(layers=4, hidden=128, heads=4, context=32)
     export(tmp_path, decoder(guide, VOCABULARY))
     spec = parse_spec(
         f"""
         name: a
         store: s3://bucket/prefix
         data: {{sources: [{{uri: x}}]}}
-        model: {{layers: 8, hidden: 192, heads: 6, kv_heads: 2, context: 64}}
+        model: {{layers: 8, hidden: 96, heads: 6, kv_heads: 2, context: 32}}
         training:
           {{steps: 3, global_batch: 8, micro_batch: 2, objective: distillation,
            distillation: {{teacher: "{tmp_path}", top_k: {top}}}}}
@@ -156,10 +160,10 @@ def test_the_memory_of_a_real_step_of_a_distillation_has_the_teacher(tmp_path: P
 
 @pytest.mark.parametrize("anomalies", ["{action: stop}", "{action: skip}"], ids=["applied", "may be held back"])
 @pytest.mark.parametrize(
-    ("vocabulary", "layers"), [(512, 4), (4096, 8), (8192, 4)], ids=["a small vocabulary", "many layers", "a large one"]
+    ("vocabulary", "layers"), [(256, 4), (2048, 8), (4096, 4)], ids=["a small vocabulary", "many layers", "a large one"]
 )
 def test_the_memory_estimate_of_a_lamb_step_includes_all_updates(vocabulary: int, layers: int, anomalies: str) -> None:
-    spec = spec_of(layers, 1, context="32", optimizer="{kind: lamb}", anomalies=anomalies)
+    spec = spec_of(layers, 1, context="16", optimizer="{kind: lamb}", anomalies=anomalies)
     memory = planned(spec, vocabulary)
     assert memory.moment == "update"
     estimate = memory.total - memory.terms["fragmentation"]
@@ -179,7 +183,7 @@ def test_the_compression_residual_is_in_the_memory_of_every_full_replica(kind: s
 
 @pytest.mark.parametrize(
     ("layers", "micro_batch", "vocabulary", "masks", "tied"),
-    [(4, 4, 4096, "false", False), (4, 4, 512, "true", True), (8, 8, 512, "false", True)],
+    [(4, 4, 2048, "false", False), (4, 4, 256, "true", True), (8, 8, 256, "false", True)],
     ids=["a large vocabulary", "masks of documents", "no accumulation"],
 )
 def test_the_memory_estimate_matches_other_shapes(
@@ -207,7 +211,7 @@ def test_activation_memory_matches_autograd_to_one_in_ten_thousand() -> None:
             sizes[storage._cdata] = 0 if storage._cdata in weights else storage.nbytes()
             return tensor
 
-        rows = torch.arange(4 * 257).view(4, -1) % VOCABULARY
+        rows = torch.arange(4 * 129).view(4, -1) % VOCABULARY
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             loss = decoder(rows[:, :-1], rows[:, 1:])
         total = sum(sizes.values())
