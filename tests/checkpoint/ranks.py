@@ -15,7 +15,7 @@ from typing import Any
 PRELOADED = [
     "torch._dynamo", "torch._inductor.compile_fx",  # DeepSpeed's optimizers ask for the compiler when they are imported
     "holdfast.rank.worker", "holdfast.engines.torch.engine",
-    "tests.checkpoint.preloaded", "tests.checkpoint.ranks", "tests.train.ranks",
+    "tests.checkpoint.preloaded", "tests.checkpoint.ranks", "tests.train.ranks", "tests.checkpoint.frozen",
 ]  # fmt: skip
 _CONTEXT = multiprocessing.get_context("forkserver")  # imports torch once, not once a rank
 _CONTEXT.set_forkserver_preload(PRELOADED)
