@@ -85,11 +85,7 @@ LAYOUTS |= {
         SHARED, ("parallel.strategy=fsdp", CONTEXT, "training.activation_checkpointing=selective")
     ),
 }  # fmt: skip
-FAST = {
-    name: LAYOUTS[name]
-    for name in ("dealt to half", "dealt to all", "shards", "stages x tensor x dealt", "stages x dealt copies",
-                 "context x tensor")
-}  # fmt: skip
+FAST = {name: LAYOUTS[name] for name in ("dealt to all", "shards", "stages x tensor x dealt", "context x tensor")}
 SLOW = {name: layout for name, layout in LAYOUTS.items() if name not in FAST}
 STOPPED = {  # of the drill; for resuming, another test loads every layout's state in every other layout
     "dealt among copies", "dealt, partly recomputed", "dealt in bf16", "zero bubble x dealt", "interleaved",
