@@ -10,6 +10,7 @@ import torch
 
 from holdfast.store import Store, open_store
 from holdfast.tracking import connect
+from tests import empty_mlflow
 from tests.evaluate import world
 from tests.registered import register_version
 
@@ -18,7 +19,9 @@ Champion = Callable[..., None]
 
 @pytest.fixture(scope="session")
 def tracking_uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return f"sqlite:///{tmp_path_factory.mktemp('mlflow') / 'mlflow.db'}"
+    folder = tmp_path_factory.mktemp("mlflow")
+    empty_mlflow.place(folder)
+    return f"sqlite:///{folder / 'mlflow.db'}"
 
 
 @pytest.fixture(autouse=True)

@@ -26,6 +26,7 @@ from holdfast.spec.errors import (
 from holdfast.store import Store, layout, open_store
 from holdfast.store.sequence import record_key
 from holdfast.tracking import RunTracker, connect, registration_key
+from tests import empty_mlflow
 from tests.evaluate import world
 from tests.evaluate.conftest import Champion
 
@@ -36,8 +37,11 @@ def model() -> str:
     return f"m-{uuid.uuid4().hex[:8]}"
 
 
+MLFLOW = "telemetry.trackers=[mlflow]"  # for tests that look at the copy of a verdict, which takes as long as a verdict
+
+
 def spec(model: str, *overrides: str) -> Spec:
-    return world.spec(f"registration.model={model}", *overrides)
+    return world.spec(f"registration.model={model}", "telemetry.trackers=[]", *overrides)
 
 
 def records(store: Store, run_id: str = world.RUN) -> list[str]:
@@ -45,7 +49,7 @@ def records(store: Store, run_id: str = world.RUN) -> list[str]:
 
 
 def test_the_first_model_is_judged_by_itself_and_the_same_question_is_answered_once(store: Store, model: str) -> None:
-    world.finish(store, world.trained(store, 20))
+    world.finish(store, world.trained(20))
     settings = spec(model, 'evaluation.prompts=["the quick", ""]', "evaluation.max_loss=9")
     verdict = run(settings, world.RUN, store)
     assert (verdict.word, verdict.champion) == ("blessed", None)
@@ -58,8 +62,8 @@ def test_the_first_model_is_judged_by_itself_and_the_same_question_is_answered_o
 
 
 def test_a_verdict_shows_in_mlflow_whether_it_blesses_or_not(store: Store, model: str) -> None:
-    world.finish(store, world.trained(store, 5))
-    settings = spec(model, "evaluation.max_loss=0.0001")
+    world.finish(store, world.trained(5))
+    settings = spec(model, "evaluation.max_loss=0.0001", MLFLOW)
     verdict = run(settings, world.RUN, store)
     tracker = RunTracker.open(settings, world.RUN, verdict.dataset_id, store)
     mlflow_data = connect(tracker.uri).get_run(tracker.mlflow_run_id).data
@@ -70,8 +74,8 @@ def test_a_verdict_shows_in_mlflow_whether_it_blesses_or_not(store: Store, model
 def test_a_verdict_whose_writer_died_before_mlflow_knew_shows_there_after_the_next_call(
     store: Store, model: str
 ) -> None:
-    world.finish(store, world.trained(store, 5))
-    settings = spec(model, f"registration.experiment={model}")
+    world.finish(store, world.trained(5))
+    settings = spec(model, f"registration.experiment={model}", MLFLOW)
     verdict = run(settings, world.RUN, store)
     tracker = RunTracker.open(settings, world.RUN, verdict.dataset_id, store)
     connect(tracker.uri).delete_run(tracker.mlflow_run_id)
@@ -86,7 +90,7 @@ def test_the_same_evaluation_in_another_store_writes_identical_bytes(tmp_path: P
         root = tmp_path / "store"
         store = open_store(f"file://{root}")
         world.write_dataset(store)
-        world.finish(store, world.trained(store, 10))
+        world.finish(store, world.trained(10))
         world.write_history(store, 30, attempts=2)
         verdict = run(spec(model, 'evaluation.prompts=["the"]'), world.RUN, store)
         objects.append([store.get(layout.verdict(world.RUN, verdict.key, kind)) for kind in ("json", "html")])
@@ -95,7 +99,7 @@ def test_the_same_evaluation_in_another_store_writes_identical_bytes(tmp_path: P
 
 
 def test_other_settings_are_another_question(store: Store, model: str) -> None:
-    world.finish(store, world.trained(store, 20))
+    world.finish(store, world.trained(20))
     lenient, strict = run(spec(model), world.RUN, store), run(spec(model, "evaluation.max_loss=0.01"), world.RUN, store)
     assert (lenient.word, strict.word) == ("blessed", "not_blessed")
     assert "not below the bound 0.01" in strict.reasons[0]
@@ -115,9 +119,9 @@ def test_the_champion_is_scored_on_the_same_text(
     store: Store, make_champion: Champion, model: str, ours: int, theirs: int, word: str, kind: str
 ) -> None:
     changes = {"shorter context": {"model": world.shape(context=16)}, "other tokenizer": {"vocabulary": 280}}
-    champion = world.trained(store, theirs, **changes.get(kind, {}))
+    champion = world.trained(theirs, **changes.get(kind, {}))
     make_champion(model, world.CHAMPION, world.finish(store, champion, world.CHAMPION))
-    world.finish(store, world.trained(store, ours))
+    world.finish(store, world.trained(ours))
     verdict = run(spec(model), world.RUN, store)
     assert verdict.word == word
     assert verdict.champion is not None and verdict.champion.measured is not None
@@ -129,7 +133,7 @@ def test_the_champion_is_scored_on_the_same_text(
 
 
 def test_an_equal_champion_is_not_worse_and_not_better(store: Store, make_champion: Champion, model: str) -> None:
-    decoder = world.trained(store, 20)
+    decoder = world.trained(20)
     make_champion(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
     world.finish(store, decoder)
     assert run(spec(model), world.RUN, store).word == "blessed"
@@ -143,8 +147,8 @@ def test_an_equal_champion_is_not_worse_and_not_better(store: Store, make_champi
 def test_an_unscorable_champion_blocks_evaluation_unless_the_spec_ignores_it(
     store: Store, make_champion: Champion, model: str, fault: str
 ) -> None:
-    world.finish(store, world.trained(store, 20))
-    export = world.finish(store, world.trained(store, 60), world.CHAMPION)
+    world.finish(store, world.trained(20))
+    export = world.finish(store, world.trained(60), world.CHAMPION)
     make_champion(model, world.CHAMPION, export)
     weights = f"{export}model.safetensors"
     if fault == "gone":
@@ -170,7 +174,7 @@ def flip(store: Store, key: str) -> None:
 
 
 def test_a_damaged_export_is_named_before_and_after_it_was_judged(store: Store, model: str) -> None:
-    export = world.finish(store, world.trained(store, 20))
+    export = world.finish(store, world.trained(20))
     whole = store.get(f"{export}model.safetensors")
     flip(store, f"{export}model.safetensors")
     for _ in range(2):
@@ -185,9 +189,9 @@ def test_a_damaged_export_is_named_before_and_after_it_was_judged(store: Store, 
 
 
 def test_another_export_under_the_same_name_is_judged_anew(store: Store, model: str) -> None:
-    world.finish(store, world.trained(store, 20))
+    world.finish(store, world.trained(20))
     first = run(spec(model), world.RUN, store)
-    world.finish(store, world.trained(store, 40))
+    world.finish(store, world.trained(40))
     second = run(spec(model), world.RUN, store)
     assert first.state_digest == second.state_digest
     assert first.export_digest != second.export_digest
@@ -197,10 +201,10 @@ def test_another_export_under_the_same_name_is_judged_anew(store: Store, model: 
 def test_a_champion_that_this_store_has_not_registered_is_no_opponent(
     store: Store, make_champion: Champion, model: str, tmp_path: Path
 ) -> None:
-    world.finish(store, world.trained(store, 20))
+    world.finish(store, world.trained(20))
     other = open_store(f"file://{tmp_path / 'other'}")
     world.write_dataset(other)
-    export = world.finish(other, world.trained(other, 5), world.CHAMPION)
+    export = world.finish(other, world.trained(5), world.CHAMPION)
     make_champion(model, world.CHAMPION, export, where=other)
     with pytest.raises(
         ForeignVersionError, match=r"no registration of it; .* registered from the store file://.*other"
@@ -214,16 +218,16 @@ def test_a_champion_that_this_store_has_not_registered_is_no_opponent(
 def test_a_champion_whose_tags_were_changed_in_mlflow_is_no_opponent(
     store: Store, make_champion: Champion, model: str, tag: str
 ) -> None:
-    world.finish(store, world.trained(store, 20))
-    make_champion(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    world.finish(store, world.trained(20))
+    make_champion(model, world.CHAMPION, world.finish(store, world.trained(60), world.CHAMPION))
     connect().set_model_version_tag(model, "1", f"holdfast.{tag}", world.RUN)
     with pytest.raises(ForeignVersionError, match="is foreign"):
         run(spec(model), world.RUN, store)
 
 
 def test_a_verdict_that_was_changed_blesses_no_champion(store: Store, make_champion: Champion, model: str) -> None:
-    world.finish(store, world.trained(store, 20))
-    make_champion(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    world.finish(store, world.trained(20))
+    make_champion(model, world.CHAMPION, world.finish(store, world.trained(60), world.CHAMPION))
     key = layout.verdict(world.CHAMPION, f"blessed-{model}")
     store.put(key, store.get(key) + b" ")
     with pytest.raises(ForeignVersionError, match="is not the verdict that blessed it"):
@@ -233,8 +237,8 @@ def test_a_verdict_that_was_changed_blesses_no_champion(store: Store, make_champ
 def test_without_its_alias_the_last_champion_of_this_store_is_the_opponent_all_the_same(
     store: Store, make_champion: Champion, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.finish(store, world.trained(store, 20))
-    make_champion(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    world.finish(store, world.trained(20))
+    make_champion(model, world.CHAMPION, world.finish(store, world.trained(60), world.CHAMPION))
     claim = {"version": 1, "replaces": None}
     store.put(record_key(layout.champions(registration_key(model)), 1), json.dumps(claim).encode())
     connect().delete_registered_model_alias(model, "champion")
@@ -246,8 +250,8 @@ def test_without_its_alias_the_last_champion_of_this_store_is_the_opponent_all_t
 def test_a_store_that_was_moved_has_its_champion_still(
     store: Store, make_champion: Champion, model: str, tmp_path: Path
 ) -> None:
-    world.finish(store, world.trained(store, 20))
-    make_champion(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    world.finish(store, world.trained(20))
+    make_champion(model, world.CHAMPION, world.finish(store, world.trained(60), world.CHAMPION))
     first = run(spec(model), world.RUN, store)
     (tmp_path / "store").rename(tmp_path / "moved")
     moved_store = open_store(f"file://{tmp_path / 'moved'}")
@@ -259,7 +263,7 @@ def test_a_store_that_was_moved_has_its_champion_still(
 def test_a_model_that_became_champion_keeps_the_verdict_that_made_it(
     store: Store, make_champion: Champion, model: str
 ) -> None:
-    export = world.finish(store, world.trained(store, 20))
+    export = world.finish(store, world.trained(20))
     first = run(spec(model), world.RUN, store)
     make_champion(model, world.RUN, export)
     assert run(spec(model), world.RUN, store) == first
@@ -272,10 +276,11 @@ def test_version_1_of_another_mlflow_is_another_champion(
     store: Store, make_champion: Champion, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own_uri, other_uri = os.environ["MLFLOW_TRACKING_URI"], f"sqlite:///{tmp_path / 'elsewhere.db'}"
-    world.finish(store, world.trained(store, 20))
-    make_champion(model, world.CHAMPION, world.finish(store, world.trained(store, 5), world.CHAMPION))
+    empty_mlflow.place(tmp_path, "elsewhere.db")
+    world.finish(store, world.trained(20))
+    make_champion(model, world.CHAMPION, world.finish(store, world.trained(5), world.CHAMPION))
     better = "00000000000000cc"
-    make_champion(model, better, world.finish(store, world.trained(store, 60), better), uri=other_uri)
+    make_champion(model, better, world.finish(store, world.trained(60), better), uri=other_uri)
     first = run(spec(model), world.RUN, store)
     monkeypatch.setenv("MLFLOW_TRACKING_URI", other_uri)
     second = run(spec(model), world.RUN, store)
@@ -290,8 +295,8 @@ def test_version_1_of_another_mlflow_is_another_champion(
 def test_a_verdict_that_names_another_champion_than_its_key_is_no_answer(
     store: Store, make_champion: Champion, model: str
 ) -> None:
-    world.finish(store, world.trained(store, 20))
-    make_champion(model, world.CHAMPION, world.finish(store, world.trained(store, 60), world.CHAMPION))
+    world.finish(store, world.trained(20))
+    make_champion(model, world.CHAMPION, world.finish(store, world.trained(60), world.CHAMPION))
     verdict = run(spec(model), world.RUN, store)
     assert verdict.champion is not None and not verdict.blessed
     forged = verdict.champion.model_copy(update={"state_digest": "another"})
@@ -304,11 +309,11 @@ def test_a_verdict_that_names_another_champion_than_its_key_is_no_answer(
 def test_a_champion_attends_as_it_was_trained_to(
     store: Store, make_champion: Champion, model: str, tmp_path: Path, masked: bool
 ) -> None:
-    decoder = world.trained(store, 30)
+    decoder = world.trained(30)
     described = {"spec": {"data": {"document_masks": masked}}}
     store.put(layout.run(world.CHAMPION, "run.json"), json.dumps(described).encode())
     make_champion(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
-    world.finish(store, world.trained(store, 20))
+    world.finish(store, world.trained(20))
     verdict = run(spec(model, f"data.document_masks={str(not masked).lower()}"), world.RUN, store)
     dataset = Dataset.open(store, world.DATASET, tmp_path / "cache")
 
@@ -323,7 +328,7 @@ def test_a_champion_attends_as_it_was_trained_to(
 def test_an_accelerator_that_the_spec_does_not_request_is_not_used(
     store: Store, model: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.finish(store, world.trained(store, 5))
+    world.finish(store, world.trained(5))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # it would be used, but does not exist
     caplog.set_level(logging.INFO, "holdfast")
     assert run(spec(model), world.RUN, store).device == "cpu"
@@ -333,7 +338,7 @@ def test_an_accelerator_that_the_spec_does_not_request_is_not_used(
 def test_without_the_accelerator_the_cpu_scores_and_a_promised_slice_is_missed(
     store: Store, model: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.finish(store, world.trained(store, 5))
+    world.finish(store, world.trained(5))
     caplog.set_level(logging.INFO, "holdfast")
     assert run(spec(model, "cluster.accelerator=nvidia"), world.RUN, store).device == "cpu"
     assert "on the CPU: this process sees no cuda device" in caplog.text
@@ -366,7 +371,7 @@ def test_a_pod_takes_what_it_was_given_and_nothing_else(
 
 
 def test_a_model_of_nan_is_judged_without_samples_and_never_blessed(store: Store, model: str) -> None:
-    decoder = world.trained(store, 0)
+    decoder = world.trained(0)
     with torch.no_grad():
         decoder.model.norm.weight[0] = math.nan
     world.finish(store, decoder)
@@ -379,7 +384,7 @@ def test_a_model_of_nan_is_judged_without_samples_and_never_blessed(store: Store
 
 def test_no_held_out_text_is_an_error_with_a_remedy(store: Store, model: str) -> None:
     world.write_dataset(store, held_out=0)
-    world.finish(store, world.trained(store, 0))
+    world.finish(store, world.trained(0))
     with pytest.raises(DataError, match=r"raise data\.validation_fraction"):
         run(spec(model), world.RUN, store)
     assert records(store) == []
@@ -388,7 +393,7 @@ def test_no_held_out_text_is_an_error_with_a_remedy(store: Store, model: str) ->
 def test_an_unfinished_run_is_reported(store: Store, model: str) -> None:
     with pytest.raises(MissingError, match=f"train run {world.RUN} to its end"):
         run(spec(model), world.RUN, store)
-    world.finish(store, world.trained(store, 0))
+    world.finish(store, world.trained(0))
     store.delete(layout.export(world.RUN, 40, world.STATE, "config.json"))
     with pytest.raises(MissingError, match=r"config.json: is missing; run the spec again"):
         run(spec(model), world.RUN, store)
@@ -401,7 +406,7 @@ def test_a_model_in_s3_is_fetched_and_judged_like_one_in_a_folder(store: Store, 
     bucket = open_store(s3_url, deadline=120)
     for target in (store, bucket):
         world.write_dataset(target)
-        world.finish(target, world.trained(target, 10))
+        world.finish(target, world.trained(10))
     local, remote = (run(spec(model), world.RUN, target) for target in (store, bucket))
     assert remote.dump() == local.dump()
 
@@ -421,8 +426,9 @@ def write_task(folder: Path, answer: int = 1) -> str:
 def test_a_model_that_does_not_reach_the_bound_of_a_task_is_not_blessed(
     store: Store, model: str, tmp_path: Path
 ) -> None:
-    world.finish(store, world.trained(store, 60))
-    settings = spec(model, f"evaluation.tasks=[{{uri: {write_task(tmp_path)}, bound: 0.9, examples: 4}}]")
+    world.finish(store, world.trained(60))
+    task = f"evaluation.tasks=[{{uri: {write_task(tmp_path)}, bound: 0.9, examples: 4}}]"
+    settings = spec(model, task, MLFLOW)
     verdict = run(settings, world.RUN, store)
     assert (verdict.word, verdict.metrics["task.next.acc"], verdict.tasks[0].examples) == ("blessed", 1.0, 4)
     assert "Task next: acc 1.0000 reaches 0.9." in verdict.reasons
@@ -440,7 +446,7 @@ def test_a_model_that_does_not_reach_the_bound_of_a_task_is_not_blessed(
 def test_a_task_is_compared_with_the_champion(
     store: Store, make_champion: Champion, model: str, tmp_path: Path, worse: bool
 ) -> None:
-    decoder = world.trained(store, 60)
+    decoder = world.trained(60)
     make_champion(model, world.CHAMPION, world.finish(store, decoder, world.CHAMPION))
     if worse:
         decoder.model.norm.weight.data.neg_()  # it prefers the least likely token

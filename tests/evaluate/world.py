@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import json
 import math
 import random
@@ -100,14 +102,20 @@ def shape(**changes: object) -> Model:
     return Model(**{"layers": 2, "hidden": 32, "heads": 4, "context": 32, **changes})
 
 
-def trained(store: Store, steps: int = 40, model: Model | None = None, seed: int = 0, vocabulary: int = 300) -> Decoder:
-    """A model that learned a little from the dataset's text. More steps give a better model."""
+def trained(steps: int = 40, model: Model | None = None, seed: int = 0, vocabulary: int = 300) -> Decoder:
+    """A model that learned a little from the dataset's text. More steps give a better model. A process trains each
+    model once; every call returns a copy."""
+    return copy.deepcopy(_trained(steps, model or shape(), seed, vocabulary))
+
+
+@functools.cache
+def _trained(steps: int, model: Model, seed: int, vocabulary: int) -> Decoder:
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_str(tokenizer_json(vocabulary))
     end = token_id(tokenizer_json(vocabulary), END)
     ids = [token for text in documents() for token in [*tokenizer.encode(text).ids, end]]
-    decoder = Decoder.empty(model or shape(), vocabulary, end_of_text=end)
+    decoder = Decoder.empty(model, vocabulary, end_of_text=end)
     initialise(decoder, seed)
     optimizer = torch.optim.AdamW(decoder.parameters(), lr=3e-3)
     length = decoder.shape.context
@@ -118,6 +126,7 @@ def trained(store: Store, steps: int = 40, model: Model | None = None, seed: int
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
+    optimizer.zero_grad()
     return decoder
 
 

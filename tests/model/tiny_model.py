@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -15,6 +16,7 @@ END = "<|endoftext|>"
 TEXT = ["def add(a, b):\n    return a + b\n", "the quick brown fox jumps over the lazy dog", "äöü ß € 你好 🙂"] * 20
 
 
+@functools.cache
 def tokenizer_json(vocabulary: int = 300) -> str:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

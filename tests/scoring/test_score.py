@@ -31,7 +31,7 @@ def targets(rows: list) -> list[int]:
 
 
 def test_the_figures_are_those_of_the_definition(store: Store, dataset: Dataset) -> None:
-    decoder = world.trained(store, 5)
+    decoder = world.trained(5)
     rows = list(dataset.validation(32, 400))
     measured = score(decoder, rows, dataset.token_bytes(), document_masks=False)
     nats = count = size = 0
@@ -47,7 +47,7 @@ def test_the_figures_are_those_of_the_definition(store: Store, dataset: Dataset)
 
 
 def test_scoring_twice_gives_the_same_bits(store: Store, dataset: Dataset) -> None:
-    decoder = world.trained(store, 5)
+    decoder = world.trained(5)
     twice = [
         score(decoder, dataset.validation(32, 400), dataset.token_bytes(), document_masks=masks)
         for masks in (False, False, True)
@@ -56,7 +56,7 @@ def test_scoring_twice_gives_the_same_bits(store: Store, dataset: Dataset) -> No
 
 
 def test_a_model_of_nan_scores_nan(store: Store, dataset: Dataset) -> None:
-    decoder = world.trained(store, 0)
+    decoder = world.trained(0)
     with torch.no_grad():
         decoder.model.norm.weight[0] = math.nan
     measured = score(decoder, dataset.validation(32, 100), dataset.token_bytes(), document_masks=False)
@@ -108,7 +108,7 @@ def test_a_text_of_which_nothing_is_left_is_no_text(store: Store, dataset: Datas
     rows = [np.array([tokenizer.encode("€").ids[:2]])]  # one byte of a character
     retokenised = retokenise(rows, tokenizer, end, tokenizer, end, 100)
     with pytest.raises(DataError, match="hold out more"):
-        score(world.trained(store, 0), retokenised, dataset.token_bytes(), document_masks=False)
+        score(world.trained(0), retokenised, dataset.token_bytes(), document_masks=False)
 
 
 def sentence_pieces(way: str) -> Tokenizer:
