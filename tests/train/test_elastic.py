@@ -131,7 +131,7 @@ def _bytes_of_tensors() -> int:
 
 
 def overrides_of(ranks: int, *more: str) -> tuple[str, ...]:
-    return ("training.determinism=elastic", f"parallel.processes={ranks}", "training.steps=8", *more)
+    return ("training.determinism=elastic", f"parallel.processes={ranks}", "training.steps=6", *more)
 
 
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -166,13 +166,13 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 def test_ranks_that_leave_and_join_during_a_run_change_no_bit(calm: dict[str, Any], tmp_path: Path) -> None:
     """The number of ranks leaves no trace: gangs of two, three and four ranks compute steps of every layout."""
     store = new_store(tmp_path / "store")
-    for ranks, stop_after in ((4, 1), (2, 3), (3, 5), (4, None)):
+    for ranks, stop_after in ((4, 1), (2, 3), (3, None)):
         runs: Runs = [(overrides_of(ranks, *layout), name, stop_after) for name, layout in LAYOUTS.items()]
         endings = train_in_ranks(ranks, store.url, tmp_path / str(stop_after), runs)
         assert endings == ["" if stop_after is None else "PreemptedError"] * len(runs)
     for name, layout in LAYOUTS.items():
-        spec = tiny_spec(*overrides_of(4, *layout))
+        spec = tiny_spec(*overrides_of(3, *layout))
         assert trained(store, spec, name) == calm[name]
-        manifest = read_manifest(open_store(store.url), identity_of(spec, name), 8)
+        manifest = read_manifest(open_store(store.url), identity_of(spec, name), 6)
         assert len(manifest.segments) == 1  # the plan did not change: the number of ranks is not part of it
-        assert manifest.layout["world_size"] == 4
+        assert manifest.layout["world_size"] == 3
