@@ -2,6 +2,7 @@
 
 `pauses-in-FOLDER` pauses at the first roots that its garbage collection deletes, until the file FOLDER/go appears.
 `leaves-at-load` gets a stop request while it loads. `leaves-at-6` gets a stop request after it saved step 6.
+`computes-wrong` finds that its arithmetic differs from that of another rank.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.rank import worker
+from holdfast.spec.errors import WrongArithmeticError
 from holdfast.store.file import FileStore
 
 
@@ -52,12 +54,21 @@ def _leave_at(last: int) -> None:
     worker.Checkpointer.save = stopped  # type: ignore[method-assign]
 
 
+def _compute_wrong() -> None:
+    def work(*_: Any) -> None:
+        raise WrongArithmeticError("step 6: rank 0 differs")
+
+    worker.work = work  # type: ignore[assignment]
+
+
 if __name__ == "__main__":
     how = sys.argv.pop(1)
     if how.startswith("pauses-in-"):
         _pause(Path(how.removeprefix("pauses-in-")))
     elif how == "leaves-at-load":
         _leave_at_load()
+    elif how == "computes-wrong":
+        _compute_wrong()
     else:
         _leave_at(int(how.removeprefix("leaves-at-")))
     sys.exit(worker.main())

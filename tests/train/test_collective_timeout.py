@@ -10,37 +10,15 @@ from pathlib import Path
 
 from holdfast.launch.device import MEETING_VARIABLE
 from holdfast.spec.errors import ExitCode
+from tests import warm
 
 SECONDS = 6.0  # the shortest timeout of a spec: 0.1 minutes
-RANK = """
-import os, sys, time
-import torch, torch.distributed as dist
-from holdfast.collectives import noticing_lost_peers
-from holdfast.rank.preemption import PreemptionSignal
-from holdfast.rank.setup import meet
-from holdfast.runtime.exits import exit_code_of
-from tests.train.tiny_run import tiny_assignment
-
-def train():
-    meet(tiny_assignment("cluster.collective_timeout_minutes=0.1"), PreemptionSignal())
-    ones = torch.ones(4)
-    dist.all_reduce(ones)  # both join
-    assert ones[0] == 2
-    print("joined", flush=True)
-    if os.environ["RANK"] == "1":
-        sys.stdin.read()  # alive, with open connections, until the test ends it
-    with noticing_lost_peers():  # as around the loop of a rank
-        dist.all_reduce(ones)
-
-code = exit_code_of(train)
-os._exit(code)
-"""
 
 
 def test_a_rank_that_never_joins_a_collective_ends_the_others_after_the_timeout(tmp_path: Path) -> None:
     ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK],
+        warm.popen(
+            [sys.executable, "-m", "tests.train.missing_rank"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -129,20 +129,11 @@ def test_weights_that_change_between_the_launch_and_the_ranks_are_refused(tmp_pa
     assert code == ExitCode.OK, log
 
 
-SUSPECT = """
-from holdfast.spec.errors import WrongArithmeticError
-from holdfast.rank import worker
-def work(*_):
-    raise WrongArithmeticError("step 6: rank 0 differs")
-worker.work = work
-worker.main()
-"""
-
-
 def test_a_rank_that_computes_wrong_blames_its_node(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SUSPECT, "--run-id", "run", "--launch", "1", "--store", f"file://{tmp_path}/store"]
+    command = [sys.executable, "-m", "tests.faults.odd_worker", "computes-wrong", "--run-id", "run", "--launch", "1"]
+    command += ["--store", f"file://{tmp_path}/store"]
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path), FOLDER_VARIABLE: str(tmp_path)}
-    assert subprocess.run(command, env=environment, check=False).returncode == ExitCode.WRONG_ARITHMETIC
+    assert warm.run(command, environment).returncode == ExitCode.WRONG_ARITHMETIC
     ending = node_exit_of(read_ranks(tmp_path), [])
     assert (ending.code, ending.blames_node) == (ExitCode.WRONG_ARITHMETIC, True)
 
@@ -157,7 +148,7 @@ def test_the_exit_of_a_gang_has_the_error_of_the_rank_that_refuses_the_weights(t
     command += ["-m", "holdfast.rank.worker", "--run-id", identity]
     command += ["--launch", str(number), "--store", store.url]
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    gang = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    gang = warm.run(command, environment)
     assert gang.returncode == ExitCode.BAD_DATA, gang.stderr
     assert f"model.init_from: {folder} holds other weights" in gang.stdout  # ranks' output is forwarded to it
     assert checkpoint_steps(store, identity) == []
