@@ -21,7 +21,7 @@ LAMB = "training.optimizer.kind=lamb"
 
 
 def norm(tensor: Tensor) -> Tensor:
-    """The root of the sum of squares. Rows are summed by halves, and then the sums of the rows."""
+    """The root of the sum of squares. Rows are summed by halves, all rows together, and then the sums of the rows."""
 
     def total(values: list[Tensor]) -> Tensor:
         while len(values) > 1:
@@ -30,7 +30,7 @@ def norm(tensor: Tensor) -> Tensor:
             values = sums + values[2 * half :]
         return values[0]
 
-    return total([total(list(row.reshape(-1).square())) for row in tensor]).sqrt()
+    return total(list(total(list(tensor.reshape(len(tensor), -1).square().T)))).sqrt()
 
 
 def plain_loop(dtype: torch.dtype) -> list[Any]:
@@ -90,8 +90,9 @@ def test_one_process_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
 def test_replicas_shards_and_cut_matrices_have_the_norms_of_whole_tensors(tmp_path: Path) -> None:
     runs = [("parallel.strategy=ddp",), ("parallel.strategy=fsdp",), ("parallel.tensor=2",)]
     results = in_ranks(2, _engine_steps, tmp_path / "r", runs, seconds=300)
+    expected = plain_loop(torch.float64)
     for run in range(len(runs)):
-        check(results, run, plain_loop(torch.float64), 1e-5)
+        check(results, run, expected, 1e-5)
 
 
 MIXTURE = ("model.family=mixtral", "model.experts=4", "model.ffn=24")
@@ -106,7 +107,7 @@ def overrides_of(ranks: int, strategy: str, level: str, *more: str) -> tuple[str
 
 def test_no_number_of_ranks_shows_under_elastic_determinism_and_no_interruption(tmp_path: Path) -> None:
     store, results = new_store(tmp_path / "store"), {}
-    kinds = [("ddp", *MIXTURE), ("fsdp",)]
+    kinds = [("fsdp", *MIXTURE)]  # under ddp, every rank computes what one process does
     for ranks, salt, stop in ((1, "one", None), (3, "several", 2), (2, "several", None)):
         runs: Runs = [
             (overrides_of(ranks, strategy, "elastic", *more), f"{strategy} {len(more)} {salt}", stop)
