@@ -207,7 +207,7 @@ def test_a_package_has_the_name_and_the_version_of_its_metadata(tmp_path: Path) 
         assert name_and_version(package) == (package.metadata["Name"], package.metadata["Version"])
     for folder, file in (("a.dist-info", "METADATA"), ("a.egg-info", "PKG-INFO")):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / file).write_text("Name: a.b\nRequires-Dist: c\nVersion: 1.2+cpu\n\nName: of the text\n")
+        (tmp_path / folder / file).write_text("Name: a.b\nRequires-Dist: c\nVersion: 1.2+cpu\n\nName: other\n")
         assert name_and_version(PathDistribution(tmp_path / folder)) == ("a.b", "1.2+cpu")
 
 
