@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +12,7 @@ import pytest
 
 from holdfast.store import Store
 from holdfast.tracking import RunTracker, champion, connect, versions
+from tests import warm
 from tests.register.conftest import Finish, finish, finish_in
 from tests.tracking import made
 from tests.tracking.conftest import bare_home, store
@@ -27,24 +30,40 @@ def postgresql() -> Iterator[str]:
         yield uri
 
 
-@pytest.fixture
-def mlflow(postgresql: str, bare_home: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An MLflow with a new database: under a reused name, this process would find MLflow's cached state of it."""
+def create_database(postgresql: str, template: str = "template1") -> str:
+    """A new database, a copy of the template. Returns its URI. Its name is new: under a reused one, this process would
+    find MLflow's cached state of it."""
     import psycopg
 
     name = f"test{uuid.uuid4().hex}"
     with psycopg.connect(postgresql.replace("+psycopg", ""), autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {name}")
-    uri = f"{postgresql.rpartition('/')[0]}/{name}"
-    monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
-    return uri
+        connection.execute(f"CREATE DATABASE {name} TEMPLATE {template}")
+    return f"{postgresql.rpartition('/')[0]}/{name}"
 
 
-def test_two_concurrent_clients_of_an_empty_database_both_find_its_tables(mlflow: str, store: Store) -> None:
+@pytest.fixture(scope="module")
+def template(postgresql: str) -> str:
+    """The name of a database with MLflow's tables. Another process creates them: a template has no open connection."""
+    uri = create_database(postgresql)
+    created = warm.run([sys.executable, "-c", f"from holdfast.tracking import connect; connect({uri!r})"], os.environ)
+    assert created.returncode == 0, created.stderr
+    return uri.rpartition("/")[2]
+
+
+@pytest.fixture
+def mlflow(postgresql: str, template: str, bare_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty MLflow."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", create_database(postgresql, template))
+
+
+def test_two_concurrent_clients_of_an_empty_database_both_find_its_tables(
+    postgresql: str, bare_home: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", create_database(postgresql))
     assert len(set(race("describe", "", store))) == 1
 
 
-def test_a_tracked_run_has_every_step_once(mlflow: str, store: Store) -> None:
+def test_a_tracked_run_has_every_step_once(mlflow: None, store: Store) -> None:
     made.write_history(store, 0, 8)
     first = RunTracker.open(SPEC, made.RUN_ID, made.DATASET_ID, store)
     assert first.sync() == 8
@@ -62,7 +81,7 @@ def test_a_tracked_run_has_every_step_once(mlflow: str, store: Store) -> None:
 
 
 def test_two_that_register_one_run_at_the_same_moment_make_one_version(
-    mlflow: str, bare_home: Path, store: Store, finish: Finish
+    mlflow: None, bare_home: Path, store: Store, finish: Finish
 ) -> None:
     finish()
     bare = bare_run(bare_home, made.RUN_ID)
@@ -73,12 +92,12 @@ def test_two_that_register_one_run_at_the_same_moment_make_one_version(
 
 
 def test_two_concurrently_registered_models_get_two_versions_and_keep_the_champion(
-    mlflow: str, store: Store, finish: Finish
+    mlflow: None, store: Store, finish: Finish
 ) -> None:
     assert PASSWORD not in register_two_concurrently(store, finish)
 
 
-def test_two_concurrently_registered_challengers_get_two_versions(mlflow: str, store: Store, finish: Finish) -> None:
+def test_two_concurrently_registered_challengers_get_two_versions(mlflow: None, store: Store, finish: Finish) -> None:
     finish()
     finish(made.OTHER)
     got = race([f"challenge {made.RUN_ID}", f"challenge {made.OTHER}"], "SqlRegisteredModel", store)
