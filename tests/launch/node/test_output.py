@@ -57,6 +57,7 @@ def test_the_output_of_every_rank_is_in_the_store_with_its_exit(tmp_path: Path, 
     assert f"rank 0 pid {peer.pid} ready" in local
 
 
+@pytest.mark.parametrize("store_url", ["file"], indirect=True)
 def test_a_traceback_is_kept_whole(tmp_path: Path, store: Store) -> None:
     launched(tmp_path, job(store.url, "raise"))
     lines = list(rank_lines(store, RUN, 0))
@@ -80,6 +81,7 @@ def test_a_log_is_readable_while_the_rank_runs(tmp_path: Path, store: Store) -> 
     assert stream_of(store, 1).code == 204
 
 
+@pytest.mark.parametrize("store_url", ["s3"], indirect=True)
 def test_when_torchrun_is_killed_what_was_kept_can_be_read(tmp_path: Path, store: Store) -> None:
     launcher = LocalLauncher(tmp_path / "logs")
     thread = threading.Thread(target=lambda: launcher.run(job(store.url, "wait")))
@@ -105,6 +107,7 @@ def test_an_unreachable_store_neither_fails_nor_blocks_a_gang(
     assert "the last lines of the ranks did not reach the store" in log
 
 
+@pytest.mark.parametrize("store_url", ["file"], indirect=True)
 def test_the_output_of_a_killed_rank_is_not_polled_in_a_busy_loop(
     tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +135,7 @@ def test_the_output_of_a_killed_rank_is_not_polled_in_a_busy_loop(
     assert list(rank_lines(store, RUN, 0)) == ["the last words"]
 
 
+@pytest.mark.parametrize("store_url", ["file"], indirect=True)
 def test_the_last_output_of_a_rank_is_stored_before_its_log_closes(tmp_path: Path, store: Store) -> None:
     output = RankOutput(Place(store.url, RUN, 1), tmp_path)
     reader, writer = output.pipe()
