@@ -230,13 +230,17 @@ class TorchEngine:
     def _pipelines(self, computing: Sequence[nn.Module], group: dist.ProcessGroup) -> Stages:
         """The pipelines of this rank's stages. A collective call of all ranks."""
         count, device = self._micro_batches, self._device
-        frozen = (self._frozen.reference, self._frozen.teacher)
+
+        def forward(parts: Sequence[nn.Module]) -> ForwardPipeline:
+            return ForwardPipeline(parts, group, count, device)
+
         return Stages(
-            Pipeline(computing, group, self._spec.parallel.schedule, count, device),
-            ForwardPipeline(computing, group, count, device),
-            nn.ModuleList(self._parts),
-            *(ForwardPipeline(parts, group, count, device) if parts else None for parts in frozen),
-            group,
+            trained=Pipeline(computing, group, self._spec.parallel.schedule, count, device),
+            forward=forward(computing),
+            parts=nn.ModuleList(self._parts),
+            reference=forward(self._frozen.reference) if self._frozen.reference else None,
+            teacher=forward(self._frozen.teacher) if self._frozen.teacher else None,
+            group=group,
         )
 
     def _micro_of(self, policy: nn.Module, sequence: SequenceShard | None, end_of_text: int | None) -> Micro:
