@@ -48,7 +48,7 @@ def done(
     """A folder in which the small spec ran to its end, and the result of the command."""
     folder = tmp_path_factory.mktemp("whole")
     write_corpus(folder)
-    training, checkpoint = {"steps": 80, "micro_batch": 2}, {"every_steps": 5, "grace_seconds": 300}
+    training, checkpoint = {"steps": 40, "micro_batch": 2}, {"every_steps": 5, "grace_seconds": 300}
     write_spec(folder, training=training, checkpoint=checkpoint, parallel={"processes": 2})
     variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_EXPORTER_OTLP_TIMEOUT": "120"}
     return folder, holdfast(folder, "spec.yaml", **variables)
@@ -83,7 +83,7 @@ def test_every_path_in_the_summary_exists(done: tuple[Path, subprocess.Completed
 def test_the_run_log_has_the_output_of_the_steps(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
     folder, _ = done
     (log,) = (folder / "home/logs").glob("*/run-*.log")
-    assert "step 80/80" in log.read_text()
+    assert "step 40/40" in log.read_text()
 
 
 def test_a_collector_of_traces_has_one_trace_of_the_run_and_all_its_steps(
@@ -161,14 +161,14 @@ def test_runs_show_and_generate_know_the_run(done: tuple[Path, subprocess.Comple
     run_id = only(folder, "runs/*/result.json")["run_id"]
     table = holdfast(folder, command="runs").stdout
     assert run_id in table
-    assert "80/80" in table
+    assert "40/40" in table
     (row,) = [
         line for line in holdfast(folder, "list", command="models").stdout.splitlines() if line.startswith("small")
     ]
     assert row.split()[:4] == ["small", "1", "champion", run_id]
     page = holdfast(folder, run_id[:6], command="show").stdout
     assert run_id in page
-    assert "steps: 80" in page
+    assert "steps: 40" in page
     texts = [
         holdfast(folder, "generate", name, "the ship", command="models").stdout
         for name in (run_id[:6], "small@champion")
@@ -194,9 +194,6 @@ def test_400_kb_of_flipped_bits_are_named_by_every_command(
             command_result = holdfast(folder, *command[1:], command=command[0])
             assert command_result.returncode == 11, command_result.stdout + command_result.stderr
             assert message in command_result.stderr
-        other_name = holdfast(folder, "spec.yaml", "--set", "registration.model=other")
-        assert other_name.returncode == 11
-        assert message in other_name.stdout + other_name.stderr
         verified = holdfast(folder, "verify", run_id, command="checkpoints")
         assert verified.returncode == 13
         assert message.removeprefix("model.safetensors: ") in verified.stdout
