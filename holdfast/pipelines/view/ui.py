@@ -27,7 +27,6 @@ from holdfast.spec.errors import AccessDeniedError, ExitCode, MissingError
 
 USER = "holdfast"
 PASSWORD_FILE = "mlflow-ui.password"  # noqa: S105 - the name of a file, under `home()`
-WORKERS = 2
 _SETTINGS = """[mlflow]
 default_permission = NO_PERMISSIONS
 database_uri = sqlite:///{users}
@@ -54,7 +53,7 @@ def serve(host: str, port: int) -> int:
     print("MLflow starts, which takes some seconds", flush=True)  # noqa: T201
     connect(uri)  # creates the database, so that an empty UI opens before the first run
     password = password_of(home() / PASSWORD_FILE)
-    command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth", "--workers", str(WORKERS)]
+    command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth", "--workers", "1"]
     command += ["--host", host, "--port", str(free_port), "--uvicorn-opts", "--log-level warning"]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM also ends the server
     with temporary_folder("ui") as folder:  # of mode 0700
