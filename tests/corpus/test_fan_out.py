@@ -202,5 +202,5 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
         command = [sys.executable, "-c", program, str(count)]
         return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) // 1024
 
-    small, large = peak(2**21), peak(2**24)
-    assert large < small + 64, (small, large)  # at 16 bytes each, the additional documents would take 224 MiB
+    small, large = peak(2**20), peak(2**23)
+    assert large < small + 64, (small, large)  # at 16 bytes each, the additional documents would take 112 MiB

@@ -23,6 +23,7 @@ from holdfast.dataset.manifest import load_manifest
 from holdfast.spec import dump_spec
 from holdfast.spec.errors import DataError
 from holdfast.store import Store, layout, open_store
+from tests import warm
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 
@@ -258,9 +259,10 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     moments = random.Random(0)
     kills = 0
     for _ in range(4):
-        process = subprocess.Popen(
-            command(path, store), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-        )
+        process = warm.popen(
+            command(path, store), os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )  # fmt: skip
         try:
             process.wait(moments.uniform(0.3, 1.6))
         except subprocess.TimeoutExpired:
@@ -276,13 +278,13 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
 
 
 def test_workers_end_with_the_process_that_started_them(corpus: Path, make_spec: MakeSpec, tmp_path: Path) -> None:
-    long = prose(0, 4000)
+    long = prose(0, 1500)
     for number in range(4):
         write_jsonl(corpus / f"big{number}.jsonl", [f"{number} {line} {long}" for line in range(150)])
     path = tmp_path / "spec.yaml"
     path.write_text(dump_spec(make_spec(corpus, workers=2)))
     store = open_store(f"file://{tmp_path / 'store'}")
-    process = subprocess.Popen(command(path, store), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    process = warm.popen(command(path, store), os.environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     while not [info for info in store.list("datasets/_units/") if info.key.endswith("/000000")]:
         assert process.poll() is None
         time.sleep(0.005)

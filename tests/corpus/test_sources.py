@@ -17,8 +17,7 @@ from holdfast.corpus import identify
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store, layout, open_store
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
-
-DVC = [sys.executable, "-m", "dvc"]  # of this environment, even if it is not on the PATH
+from tests.dvc_repository import commit
 
 
 @pytest.fixture
@@ -82,19 +81,14 @@ def repository(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for number in range(20):
         (folder / "data" / f"{number:02d}.txt").write_text(prose(number))
     write_jsonl(folder / "one.jsonl", [prose(number) for number in range(100, 120)])
-    _commit(folder, "first", init=True)
+    _commit(folder)
     (folder / "data" / "03.txt").write_text(prose(500))
-    _commit(folder, "second")
+    _commit(folder)
     return folder
 
 
-def _commit(folder: Path, message: str, init: bool = False) -> None:
-    git = ["git", "-c", "user.name=t", "-c", "user.email=t@t", "-c", "init.defaultBranch=main"]
-    commands = [[*DVC, "add", "-q", "data", "one.jsonl"], [*git, "add", "-A"], [*git, "commit", "-qm", message]]
-    if init:
-        commands[:0] = [[*git, "init", "-q"], [*DVC, "init", "-q"]]
-    for command in commands:
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+def _commit(folder: Path) -> None:
+    commit(folder, "data", "one.jsonl")
 
 
 def _head(folder: Path, revision: str = "HEAD") -> str:
@@ -130,10 +124,10 @@ def test_only_a_commit_that_changes_the_data_is_another_dataset(
     source = {"uri": "dvc:data", "repo": str(folder), "revision": "main"}
     before = identify(make_spec(source))
     (folder / "README").write_text("more")
-    _commit(folder, "third")
+    _commit(folder)
     assert identify(make_spec(source)) == before
     (folder / "data" / "04.txt").write_text(prose(501))
-    _commit(folder, "fourth")
+    _commit(folder)
     assert identify(make_spec(source)) != before
 
 
