@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from holdfast.pipelines.cli import app
 from holdfast.spec import load_spec, run_id
 from holdfast.steps.outcomes import Outcome
 from holdfast.store import layout, open_store
+from tests import warm
 from tests.kubeflow_server import KubeflowServer
 
 ROOT = Path(__file__).parents[4]
@@ -166,11 +166,10 @@ def test_a_step_that_is_none_is_a_usage_error(there: KubeflowServer) -> None:
 def test_a_command_failure_has_an_exit_code_and_no_traceback(
     tmp_path: Path, arguments: list[str], environment: dict[str, str], code: int, message: str
 ) -> None:
-    result = subprocess.run(
+    result = warm.run(
         [sys.executable, "-c", "from holdfast.pipelines.backends.kubeflow import connection; connection.PAUSE = 0\n"
          "from holdfast.pipelines.cli import main; main()", *arguments],
-        env={"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **environment},
-        capture_output=True, text=True, check=False,
+        {"PATH": "", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT), **environment},
     )  # fmt: skip
     assert (result.returncode, message in result.stderr) == (code, True), result.stderr
     assert "Traceback" not in result.stderr
