@@ -21,7 +21,7 @@ from tests.model.tiny_model import decoder, export, shape
 from tests.train.ranks import Steps, join_exactly, steps_of
 from tests.train.tiny_run import VOCABULARY, tiny_assignment, tiny_spec
 
-TOP, WEIGHT, RATE, STEPS, END = 6, 0.5, 0.02, 3, 0
+TOP, WEIGHT, RATE, STEPS, END = 6, 0.5, 0.02, 2, 0
 STAGES = ("parallel.pipeline=2", "training.micro_batch=1")
 LAYOUTS = (
     (1, ("parallel.strategy=ddp",)),

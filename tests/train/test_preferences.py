@@ -40,7 +40,7 @@ EXPERTS = (
 )  # fmt: skip
 TENSOR, SEQUENCES = ("parallel.tensor=2",), ("parallel.context=2", "parallel.strategy=fsdp")
 STAGES = ("parallel.pipeline=2", "model.tie_embeddings=false", "training.micro_batch=1")
-BETA, RATE, STEPS, CONTEXT = 0.5, 0.02, 3, 16
+BETA, RATE, STEPS, CONTEXT = 0.5, 0.02, 2, 16
 # Two ranks that split the model or its rows. The first ones are in every test run.
 SPLIT = (
     (*REWARD, *LORA, *TENSOR), (*EXPERTS, *TENSOR), (*LABELS, *SEQUENCES), (*LABELS, *LORA, *STAGES),
