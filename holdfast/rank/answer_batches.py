@@ -29,7 +29,7 @@ from holdfast.engines.interface import AnsweringEngine
 from holdfast.launch.device import device_name, local_device
 from holdfast.model.decoder import Decoder
 from holdfast.rewards.process import RewardProcess
-from holdfast.rollouts.advantages import has_signal, rows_of, scored_rows, width_unit
+from holdfast.rollouts.advantages import filler_word, has_signal, has_whole_rows, rows_of, scored_rows, widened
 from holdfast.rollouts.generation import LENGTH, Generated, generate_lot, sampling_of
 from holdfast.rollouts.records import (
     Answer,
@@ -88,6 +88,7 @@ class AnswerBatches:
             self._server = PolicyServer(source, self._weights(source), self._sampling, dataset.vocabulary)
         self._texts = Texts(load_tokenizer(dataset.tokenizer_json()), self._end)
         self._count = spec.training.global_batch // self._settings.group  # prompts of a batch
+        self._width = spec.model.context + 1 if has_whole_rows(spec.parallel) else 0  # of a row at least
         self._batch: _Batch | None = None
         self._next: _Batch | None = None  # with `lag: 1`, the answers of the next step
         self._verified = False
@@ -130,7 +131,9 @@ class AnswerBatches:
         computed when it is taken, with the weights of that moment."""
         for step in range(start, stop):
             batch = self._batch_of(step, stop, rows)
-            scored = scored_rows(batch.words, batch.advantages, batch.logprobs)
+            advantages = widened(batch.advantages, self._width)
+            logprobs = None if batch.logprobs is None else widened(batch.logprobs, self._width)
+            scored = scored_rows(self._engine_words(batch.words), advantages, logprobs)
             yield step, scored[self._own(rows)].numpy()
 
     def _batch_of(self, step: int, stop: int, rows: Rows) -> _Batch:
@@ -148,6 +151,10 @@ class AnswerBatches:
         """A description of the prompts of a step."""
         numbers = ", ".join(str(prompt.number) for prompt in self._prompts_of(step))
         return f"answers to the prompts {numbers}; see `holdfast rollouts`"
+
+    def _engine_words(self, words: Tensor) -> Tensor:
+        """The words as wide as the layout needs them. Records are not: a run may continue in another layout."""
+        return widened(words, self._width, filler_word(self._end))
 
     def _own(self, rows: Rows) -> slice | NDArray[np.int64]:
         return rows(self._spec.training.global_batch) if callable(rows) else rows
@@ -188,7 +195,6 @@ class AnswerBatches:
             self._settings.scale_rewards,
             self._spec.model.context,
             self._end,
-            width_unit(self._spec.parallel, self._spec.model.context),
         )
         logprobs = None
         if self._settings.updates > 1 or self._settings.lag:
@@ -312,7 +318,7 @@ class AnswerBatches:
         exists = self._gang.from_rank_0(lambda: self._store.stat(key) is not None, bool)
         if not exists and computes:
             own = np.arange(len(words))[self._own(rows)]
-            losses = self._engine.losses(words[own])
+            losses = self._engine.losses(self._engine_words(words[own]))[:, : words.shape[1] - 1]
             encoded = base64.b64encode(losses.numpy().astype("<f4").tobytes()).decode()
             parts = self._gang.all_gather((own.tolist(), encoded), tuple[list[int], str])
             whole = np.zeros((len(words), words.shape[1] - 1), "<f4")

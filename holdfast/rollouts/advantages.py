@@ -34,29 +34,23 @@ def has_signal(unit: Unit) -> bool:
     return len({answer.reward for answer in unit.answers}) > 1
 
 
-def width_unit(parallel: Parallel, context: int) -> int:
-    """What the width of a row is a multiple of. Pipeline stages, and ranks that share a sequence, take rows of
-    `context` tokens only."""
-    shared = parallel.context > 1 or parallel.pipeline > 1 or WIDTH % parallel.tensor
-    return context if shared else WIDTH
+def has_whole_rows(parallel: Parallel) -> bool:
+    """Whether each row must have `model.context` tokens. Pipeline stages, and ranks that share a sequence, take no
+    other width."""
+    return parallel.context > 1 or parallel.pipeline > 1 or WIDTH % parallel.tensor > 0
 
 
 def rows_of(
-    units: Sequence[Unit],
-    prompts: Sequence[Sequence[int]],
-    scaled: bool,
-    context: int,
-    filler: int,
-    multiple: int = WIDTH,
+    units: Sequence[Unit], prompts: Sequence[Sequence[int]], scaled: bool, context: int, filler: int
 ) -> tuple[Tensor, Tensor]:
     """The words and the advantages of a batch of answers, one row for each, in the order of units: int64 and fp32
-    [answers, width]. The width is the smallest multiple of `multiple`, plus 1, that the longest row fits into, and at
-    most `context` + 1. `prompts` are the tokens of each unit's prompt, and `filler` is the token after an answer."""
+    [answers, width]. The width is the smallest multiple of WIDTH, plus 1, that the longest row fits into, and at most
+    `context` + 1. `prompts` are the tokens of each unit's prompt, and `filler` is the token after an answer."""
     longest = max(
         len(prompt) + len(answer.tokens) for unit, prompt in zip(units, prompts, strict=True) for answer in unit.answers
     )
-    width = min(-(-(longest - 1) // multiple) * multiple, context) + 1
-    words = torch.full((sum(len(unit.answers) for unit in units), width), filler | UNCOUNTED | ENDS)
+    width = min(-(-(longest - 1) // WIDTH) * WIDTH, context) + 1
+    words = torch.full((sum(len(unit.answers) for unit in units), width), filler_word(filler))
     advantages = torch.zeros(words.shape)
     row = 0
     for unit, prompt in zip(units, prompts, strict=True):
@@ -72,6 +66,16 @@ def rows_of(
                 advantages[row, begin + first : begin + last] = 0
             row += 1
     return words, advantages
+
+
+def filler_word(token: int) -> int:
+    """The word after an answer."""
+    return token | UNCOUNTED | ENDS
+
+
+def widened(values: Tensor, width: int, filler: int = 0) -> Tensor:
+    """Values of answers [answers, any width] with columns of `filler` up to `width`."""
+    return torch.cat((values, values.new_full((len(values), max(width - values.shape[1], 0)), filler)), 1)
 
 
 def scored_rows(words: Tensor, advantages: Tensor, logprobs: Tensor | None) -> Tensor:

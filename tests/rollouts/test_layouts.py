@@ -26,10 +26,9 @@ COMMON = ("training.grpo.group=2", "training.global_batch=8", "training.micro_ba
 UNTIED = ("model.tie_embeddings=false", "parallel.strategy=fsdp")
 MIXTURE = ("model.family=mixtral", "model.experts=4", "parallel.expert=2", "parallel.strategy=fsdp")
 STAGES = ("parallel.pipeline=2", *UNTIED)
-FAST: dict[str, tuple[str, ...]] = {"tensor": ("parallel.tensor=2",)}
+FAST: dict[str, tuple[str, ...]] = {"tensor": ("parallel.tensor=2",), "stages": STAGES}
 TWO_RANKS: dict[str, tuple[str, ...]] = {
     "context": ("parallel.context=2", "training.grpo.normalization=grpo"),
-    "stages": STAGES,
     "tied stages": (*STAGES, "model.tie_embeddings=true"),
     "older weights in stages": (*STAGES, "training.grpo.updates=1", "training.grpo.lag=1"),
     "experts": MIXTURE,
@@ -92,6 +91,15 @@ def store(tmp_path: Path) -> Store:
 
 def test_a_divided_model_learns_like_one_process_and_resumes_with_the_same_bits(store: Store, tmp_path: Path) -> None:
     require_equal_to_one_process(store, tmp_path, FAST, 2)
+
+
+def test_another_layout_learns_from_the_recorded_answers_of_older_weights(store: Store, tmp_path: Path) -> None:
+    """The weights of the answers are gone at the change, so that these and their log-probabilities must be found."""
+    older = ("training.grpo.updates=1", "training.grpo.lag=1", "model.tie_embeddings=false", "model.context=32")
+    alone, divided = (fields_of((*older, *layout), ranks) for ranks, layout in ((1, ()), (2, STAGES)))
+    assert train_in_ranks(1, store.url, tmp_path / "one", [(alone, "", 1)]) == ["PreemptedError"]
+    assert train_in_ranks(2, store.url, tmp_path / "two", [(divided, "", None)], replan=True) == [""]
+    assert len(read_history(store, identity_of(prompt_spec(*divided)))) == 3
 
 
 @pytest.mark.drill
