@@ -9,17 +9,21 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from holdfast.launch.kubernetes.api_errors import OverQuotaError, WebhookAwayError
 from holdfast.pipelines.backends.interface import RunStatus
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError, HoldfastError, MissingError
-from holdfast.store import layout, open_store
-from holdfast.store.json_reading import read_json_object
+from holdfast.spec.json_parsing import parse_json
+from holdfast.store import ConflictError, layout, open_store
+from holdfast.store.json_reading import SMALL_BYTES
 
 PATIENCE_SECONDS = 20.0  # for a request to the server of a named context
 DEADLINE = 20.0  # seconds for the note, including retries
+ATTEMPTS = 20  # while other commands of the same run write their notes
 
 _REFUSALS = (AccessDeniedError, MissingError, OverQuotaError, WebhookAwayError)  # the server has taken nothing
 _OF_THE_PLACE = (ClusterUnreachableError, *_REFUSALS)  # another place may answer otherwise
@@ -44,40 +48,50 @@ class Place(Protocol):
 P = TypeVar("P", bound=Place)
 
 
+@dataclass(frozen=True)
+class _Noted:
+    contexts: list[str]
+
+
 class Notes:
     """The contexts that may have the run of a request, in the store."""
 
     def __init__(self, url: str, digest: str) -> None:
-        """`url` of the store. Raises MissingError if it is empty, and the errors of a store that cannot be read:
-        without the notes of earlier commands a run could be in two clusters."""
+        """`url` of the store. Raises MissingError if it is empty, and as `read` does: without the notes of earlier
+        commands a run could be in two clusters."""
         if not url:
             raise MissingError(
                 "cluster.contexts: the store notes which cluster may have the run, and none is known here; give "
                 "--store, `store` in the spec, or HOLDFAST_STORE"
             )
         self._key, self._store = layout.submission(digest), open_store(url, deadline=DEADLINE)
-        try:
-            noted = read_json_object(self._store, self._key)
-        except MissingError:
-            noted = {}
-        self._noted = dict.fromkeys(map(str, noted.get("contexts") or ()))  # in order
+        self.read()
+
+    def read(self) -> None:
+        """Read the notes of all commands. Raises DataError if they are damaged, and the errors of the store."""
+        self._contexts: list[str] = []
+        self._version: str | None = None
+        with suppress(MissingError):
+            raw, self._version = self._store.get_versioned(self._key, most=SMALL_BYTES)
+            self._contexts = parse_json(raw, _Noted, f"{self._store.url}/{self._key}").contexts
 
     def may_have(self, context: str) -> bool:
         """Whether a context may have the run."""
-        return context in self._noted
+        return context in self._contexts
 
     def add(self, context: str) -> None:
-        """Note a context before the request to it."""
-        self._noted[context] = None
-        self._write()
+        """Note a context before the request to it. Raises ConflictError if another command has written."""
+        if context not in self._contexts:
+            self._write([*self._contexts, context])
 
     def remove(self, context: str) -> None:
-        """Remove the note of a context that has refused."""
-        self._noted.pop(context, None)
-        self._write()
+        """Remove the note of a context that has refused. Raises ConflictError if another command has written."""
+        self._write([each for each in self._contexts if each != context])
 
-    def _write(self) -> None:
-        self._store.put(self._key, json.dumps({"contexts": list(self._noted)}).encode())
+    def _write(self, contexts: list[str]) -> None:
+        data = json.dumps({"contexts": contexts}).encode()
+        self._version = self._store.compare_and_swap(self._key, data, self._version)
+        self._contexts = contexts
 
 
 def submit_in_order(places: Sequence[P], request: RunRequest, notes: Notes) -> tuple[P, tuple[RunStatus, bool]]:
@@ -88,6 +102,19 @@ def submit_in_order(places: Sequence[P], request: RunRequest, notes: Notes) -> t
     OverQuotaError (a quota of one is full), else ClusterUnreachableError (a server does not answer), else
     AccessDeniedError, else MissingError. The message has the reason of each place.
     """
+    for _ in range(ATTEMPTS):
+        try:
+            return _submit_once(places, request, notes)
+        except ConflictError as error:  # another command submits the same run
+            conflict = error
+            notes.read()
+    raise ClusterUnreachableError(
+        f"cluster.contexts: the store takes no note of the cluster, as if another command wrote it all the time "
+        f"({conflict}); run this command again later"
+    )
+
+
+def _submit_once(places: Sequence[P], request: RunRequest, notes: Notes) -> tuple[P, tuple[RunStatus, bool]]:
     refused: dict[str, HoldfastError] = {}
     open_places: list[P] = []
     for place in places:

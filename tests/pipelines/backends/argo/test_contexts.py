@@ -21,7 +21,7 @@ from holdfast.pipelines.backends.interface import RunStatus
 from holdfast.pipelines.backends.record import find_record
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec import SpecError, parse_spec
-from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError, HoldfastError, MissingError
+from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError, DataError, HoldfastError, MissingError
 from holdfast.store import open_store
 from tests.cluster.api import NAMESPACE, ApiServer, StatusError
 from tests.pipelines.backends.argo.test_backend import PERSON, workflows
@@ -119,6 +119,28 @@ def test_a_context_that_has_refused_a_run_cannot_have_it(clusters: dict[str, Api
     clusters["first"].away = True
     clusters["second"].faults.clear()
     assert Argo().submit(request_for("first", "second"))[0].endpoint == "second"
+
+
+def test_two_commands_at_the_same_time_use_one_cluster(clusters: dict[str, ApiServer], tmp_path: Path) -> None:
+    """The first command has noted its cluster, which no longer answers, after the second one read the notes."""
+    request, url = request_for("first", "second"), f"file://{tmp_path}/store"
+    places = [Argo(context=name) for name in ("first", "second")]
+    notes, others = (contexts.Notes(url, "d") for _ in range(2))
+    others.add("first")
+    clusters["first"].away = True
+    with pytest.raises(ClusterUnreachableError, match="context first may have the run"):
+        contexts.submit_in_order(places, request, notes)
+    assert workflows(clusters["second"]) == []
+    clusters["first"].away = False
+    others.add("second")  # as a command does whose first cluster has refused
+    assert contexts.submit_in_order(places, request, notes)[0].context == "first"
+
+
+@pytest.mark.parametrize("note", ["{}", '{"contexts": 5}', '{"contexts": "first"}', "["])
+def test_a_damaged_note_is_reported(clusters: dict[str, ApiServer], tmp_path: Path, note: str) -> None:
+    open_store(f"file://{tmp_path}/store").put("submissions/d.json", note.encode())
+    with pytest.raises(DataError, match=r"submissions/d\.json: is damaged"):
+        contexts.Notes(f"file://{tmp_path}/store", "d")
 
 
 def test_no_second_cluster_is_asked_after_an_answer_that_may_be_lost(clusters: dict[str, ApiServer]) -> None:
