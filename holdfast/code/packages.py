@@ -26,8 +26,8 @@ def installed_packages() -> tuple[str, ...]:
 
 
 def name_and_version(package: Distribution) -> tuple[str, str]:
-    """What the headers of its metadata state. Python's own parser also reads the description, which takes six times as
-    long."""
+    """The name and version in a package's metadata headers. Python's own parser also reads the description, which takes
+    six times as long."""
     text = package.read_text("METADATA") or ""
     headers = dict(_HEADER.findall(text.partition("\n\n")[0]))
     if len(headers) < 2:  # an old format

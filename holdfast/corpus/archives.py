@@ -37,7 +37,7 @@ def archive_records(file: SourceFile, reading: Reading) -> Iterator[tuple[int, R
             yield from enumerate(found, 1)
         except NotImplementedError as error:  # of zipfile, for a newer version of the format or an encryption
             raise CorruptFileError(
-                f"is a .zip that cannot be read ({error}); pack it again, without encryption"
+                f"is a .zip that cannot be read ({error}); pack it again with another program, without encryption"
             ) from None
         except (zipfile.BadZipFile, tarfile.TarError, ValueError, EOFError) as error:
             raise CorruptFileError(f"is no whole .{file.format} ({error}); fetch it again") from None

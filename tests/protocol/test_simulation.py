@@ -19,7 +19,10 @@ def require(seeds: range) -> None:
             raise
 
 
-@pytest.mark.parametrize("first", range(0, 100, TOGETHER))
+@pytest.mark.parametrize(
+    "first",
+    [*range(0, 100, TOGETHER), *(pytest.param(first, marks=pytest.mark.drill) for first in range(100, 200, 50))],
+)
 def test_the_invariants_hold_for_every_seed(first: int) -> None:
     require(range(first, first + TOGETHER))
 

@@ -107,7 +107,7 @@ class RayCluster:
             "RAY_health_check_failure_threshold": "4",
             "RAY_agent_register_timeout_ms": "300000",  # a busy machine is slow
             "RAY_worker_register_timeout_seconds": "300",
-            "RAY_worker_niceness": "0",  # with Ray's 15, ranks get no processor beside other tests
+            "RAY_worker_niceness": "0",  # with Ray's 15, ranks get no processor while other tests run
         }
         self._started: list[RayNode] = []
         self._count = nodes

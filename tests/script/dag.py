@@ -56,8 +56,7 @@ def write_spec(folder: Path, text: str, **files: str) -> Path:
     for name, content in {**FILES, **files}.items():
         (folder / name).write_text(content)
     path = folder / "spec.yaml"
-    train = "{script: train.py, determinism: exact}"
-    path.write_text(f"name: scored\ntelemetry: {{trackers: []}}\ntrain: {train}\n{text}")
+    path.write_text(f"name: scored\ntrain: {{script: train.py, determinism: exact}}\n{text}")
     return path
 
 

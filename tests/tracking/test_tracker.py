@@ -320,7 +320,7 @@ def test_a_document_too_long_for_a_tag_is_stored_as_an_artifact(home: Path, stor
     assert Path(path).read_text(encoding="utf-8") == long
 
 
-def test_mlflow_prints_nothing_and_sends_no_telemetry(home: Path) -> None:
+def test_mlflow_prints_nothing_and_sends_no_telemetry(bare_home: Path) -> None:
     code = (
         "from holdfast.runtime.logs import configure_logging; configure_logging()\n"
         "from holdfast.tracking import connect; connect()\n"
@@ -359,7 +359,8 @@ def test_a_disk_that_fills_up_while_the_database_is_made_leaves_none(bare_home: 
     """
     result = warm.run([sys.executable, "-c", code], os.environ)
     assert re.match("205 .*disk is full; free some space", result.stdout)
-    assert [path.name for path in bare_home.iterdir()] == ["mlflow.db.lock"]  # so the next call creates it
+    assert [path.name for path in bare_home.iterdir()] == ["mlflow.db.lock"]
+    assert connect().search_experiments()
 
 
 def test_an_unopenable_mlflow_database_is_reported_without_retries(bare_home: Path) -> None:

@@ -86,9 +86,8 @@ FORMS: dict[str, tuple[str, ...]] = {
     "partly recomputed": ("training.activation_checkpointing=selective",),
 }
 
-# Every test run trains these. The drill trains the rest, and stops and resumes those in `STOPPED`. For resuming,
-# another
-# test loads every layout's state in every other layout.
+# Every test run trains these. The drill trains the rest, and stops and resumes those in `STOPPED`. Another test loads
+# the state of every layout in every other one.
 FAST = (*list(LAYOUTS)[:2], "stages x shards", "zero bubble", "context x tensor")
 MATRIX = {name: layout for name, layout in (LAYOUTS | PIPELINES | SEQUENCES).items() if name not in FAST}
 MATRIX |= {form: (*LAYOUTS["tensor x shards"], *more) for form, more in FORMS.items()}

@@ -177,7 +177,7 @@ def test_runs_show_and_generate_know_the_run(done: tuple[Path, subprocess.Comple
     assert texts[0] == texts[1]
 
 
-def test_400_kb_of_flipped_bits_are_named_by_every_command(
+def test_400_kb_of_flipped_bits_are_named_by_commands_that_read_them(
     done: tuple[Path, subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = done

@@ -278,7 +278,7 @@ class TorchEngine:
             if self._average is not None:
                 yield layout, layout.named(AVERAGE).box(self._average[name])
         if self._spec.training.lora.rank is None:
-            yield from self._laid_out(self._trained.frozen())
+            yield from self._layouts_and_boxes(self._trained.frozen())
         yield from self._biases()
         for name, error in self._compression.errors() if self._compression is not None else ():
             own = TensorLayout(name, (self._world, *error.shape[1:]), (self._world,), (self._rank,), (0,))
@@ -286,10 +286,10 @@ class TorchEngine:
 
     def _weights(self) -> Iterator[tuple[TensorLayout, TensorBox]]:
         """The layout of each weight, and this rank's box of it, with the biases of routers."""
-        yield from self._laid_out(chain(self._trained.named(), self._trained.frozen()))
+        yield from self._layouts_and_boxes(chain(self._trained.named(), self._trained.frozen()))
         yield from self._biases()
 
-    def _laid_out(self, named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[TensorLayout, TensorBox]]:
+    def _layouts_and_boxes(self, named: Iterator[tuple[str, nn.Parameter]]) -> Iterator[tuple[TensorLayout, TensorBox]]:
         for name, parameter in named:
             layout = self._trained.layout_of(name, parameter)
             yield layout, layout.box(parameter)

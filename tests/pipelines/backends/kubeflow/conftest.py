@@ -38,7 +38,7 @@ def _order(request: RunRequest) -> str:
     return _kept(request, request.spec, lambda: order_text(request))
 
 
-def compiled_once(spec: Spec, image: str | None = None, scheduled: bool = False) -> str:
+def compiled_text(spec: Spec, image: str | None = None, scheduled: bool = False) -> str:
     """The text of the pipeline of `spec`, which this process compiles once."""
     return _kept((image, scheduled), spec, lambda: pipeline_text(spec, image, scheduled))
 
@@ -47,8 +47,8 @@ def compiled_once(spec: Spec, image: str | None = None, scheduled: bool = False)
 def compile_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests for the same pipeline share its text. `test_compile.py` checks that equal requests give equal texts."""
     monkeypatch.setattr(submit, "order_text", _order)
-    monkeypatch.setattr(submit, "pipeline_text", compiled_once)
-    monkeypatch.setattr(schedule, "pipeline_text", compiled_once)
+    monkeypatch.setattr(submit, "pipeline_text", compiled_text)
+    monkeypatch.setattr(schedule, "pipeline_text", compiled_text)
 
 
 @pytest.fixture(autouse=True)

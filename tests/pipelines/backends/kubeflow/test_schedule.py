@@ -13,7 +13,7 @@ from holdfast.pipelines.backends.kubeflow.schedule import Scheduled, delete, ent
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec.errors import HoldfastError, MissingError, SpecError
 from tests.kubeflow_server import Fault, KubeflowServer
-from tests.pipelines.backends.kubeflow.conftest import compiled_once, connect, spec
+from tests.pipelines.backends.kubeflow.conftest import compiled_text, connect, spec
 
 WEEKLY = RunRequest(spec("schedule.cron=0 3 * * 1"))
 DAILY = RunRequest(spec("schedule.cron=0 3 * * *"))
@@ -22,7 +22,7 @@ DAILY = RunRequest(spec("schedule.cron=0 3 * * *"))
 @pytest.fixture(autouse=True)
 def compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its content does not matter here."""
-    text = compiled_once(spec())
+    text = compiled_text(spec())
     for module in ("schedule", "submit"):
         monkeypatch.setattr(f"holdfast.pipelines.backends.kubeflow.{module}.pipeline_text", lambda *_, **__: text)
     monkeypatch.setattr(schedules, "pipeline_digest", lambda _: "digest")

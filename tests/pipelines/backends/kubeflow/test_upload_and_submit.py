@@ -22,7 +22,7 @@ from holdfast.pipelines.backends.kubeflow.submit import submit, upload
 from holdfast.pipelines.backends.request import RunRequest, identify_request
 from holdfast.spec.errors import AccessDeniedError, ExitCode, MissingError, SpecError
 from tests.kubeflow_server import Fault, KubeflowServer
-from tests.pipelines.backends.kubeflow.conftest import compiled_once, connect, spec
+from tests.pipelines.backends.kubeflow.conftest import compiled_text, connect, spec
 
 WANTED = RunRequest(spec(), run_id="3f2a4b5c6d7e8f90")
 
@@ -140,7 +140,7 @@ def test_every_request_may_fail_once_and_nothing_is_made_twice(
     kubeflow: KubeflowServer, faults: tuple[Fault, Fault], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A request that is refused with one of two codes, or applied although its answer is lost."""
-    text = compiled_once(spec())
+    text = compiled_text(spec())
     monkeypatch.setattr("holdfast.pipelines.backends.kubeflow.submit.pipeline_text", lambda *_: text)
     submit(connect(kubeflow), RunRequest(spec("name=other"), run_id="00"))
     count = len(kubeflow.requests)
