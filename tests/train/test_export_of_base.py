@@ -34,7 +34,7 @@ TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 def write_base(folder: Path, **tokenizer: Any) -> Path:
     folder.mkdir()
     LlamaConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=300,
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=300,
         max_position_embeddings=131072, bos_token_id=260, eos_token_id=[261, 263], pad_token_id=262, dtype="bfloat16",
     ).save_pretrained(folder)  # fmt: skip
     GenerationConfig(**SAMPLING).save_pretrained(folder)
@@ -60,7 +60,9 @@ def exported(store: Store, tmp_path: Path, base: Path, kind: str) -> Path:
         "data.tokenizer.kind=file",
         f"data.tokenizer.path={base}/tokenizer.json",
     )
-    spec = tiny_spec(f"model.init_from={base}", *(("data.kind=chat", *tokenizer_fields) if chat else ()))
+    spec = tiny_spec(
+        "model.layers=1", f"model.init_from={base}", *(("data.kind=chat", *tokenizer_fields) if chat else ())
+    )
     manifest = saved(store)
     export(spec, manifest, Dataset.open(store, DATASET_ID, tmp_path / "cache"), store)
     folder = local_folder(store, layout.export(RUN, STEP, manifest.state_digest), tmp_path / "export")
