@@ -28,7 +28,7 @@ def test_the_invariants_hold_for_every_seed(first: int) -> None:
 
 
 def test_seeds_that_find_what_the_first_ones_do_not() -> None:
-    for seed in (316, 645):  # a single wrong reader; damage that the last gang finds
+    for seed in (128, 645):  # a single wrong reader; damage that the last gang finds
         require(range(seed, seed + 1))
 
 
