@@ -104,7 +104,7 @@ def _file_of(nodeid: str) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A drill imports no file without one, which would take each process 20 s more. Fixtures may add the mark."""
+    """A drill imports no file without one: importing all takes each process long. Fixtures may add the mark."""
     if collection_path.suffix != ".py" or config.getvalue("markexpr") != "drill":
         return None
     fixtures = collection_path.with_name("conftest.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from importlib.metadata import PathDistribution, distributions, version
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from holdfast.code import bundle
 from holdfast.code.bundle import CodeFile, digest_of, fetch_code, make_bundle, pack, publish, read_bundle
-from holdfast.code.packages import name_and_version, requirements_of
+from holdfast.code.packages import requirements_of
 from holdfast.spec.errors import DataError, MissingError, SpecError
 from holdfast.store import layout, open_store
 
@@ -200,15 +200,6 @@ def test_links_out_of_the_folder_and_too_much_code_are_refused(
             make_bundle(folder)
     with pytest.raises(MissingError, match="no such folder"):
         make_bundle(tmp_path / "nowhere")
-
-
-def test_a_package_has_the_name_and_the_version_of_its_metadata(tmp_path: Path) -> None:
-    for package in list(distributions())[::8]:
-        assert name_and_version(package) == (package.metadata["Name"], package.metadata["Version"])
-    for folder, file in (("a.dist-info", "METADATA"), ("a.egg-info", "PKG-INFO")):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / file).write_text("Name: a.b\nRequires-Dist: c\nVersion: 1.2+cpu\n\nName: other\n")
-        assert name_and_version(PathDistribution(tmp_path / folder)) == ("a.b", "1.2+cpu")
 
 
 def test_the_requirements_of_a_lock_have_no_hashes_which_pip_would_demand_of_all_packages() -> None:

@@ -19,16 +19,13 @@ def require(seeds: range) -> None:
             raise
 
 
-@pytest.mark.parametrize(
-    "first",
-    [*range(0, 100, TOGETHER), *(pytest.param(first, marks=pytest.mark.drill) for first in range(100, 200, 50))],
-)
+@pytest.mark.parametrize("first", range(0, 200, TOGETHER))
 def test_the_invariants_hold_for_every_seed(first: int) -> None:
     require(range(first, first + TOGETHER))
 
 
 def test_seeds_that_find_what_the_first_ones_do_not() -> None:
-    for seed in (128, 645):  # a single wrong reader; damage that the last gang finds
+    for seed in (316, 645):  # a single wrong reader; damage that the last gang finds
         require(range(seed, seed + 1))
 
 
@@ -39,6 +36,6 @@ def test_the_invariants_hold_for_thousands_of_seeds(first: int) -> None:
 
 
 def test_a_seed_does_the_same_again() -> None:
-    first, second = ([simulate(seed).digest for seed in range(3)] for _ in range(2))
+    first, second = ([simulate(seed).digest for seed in range(8)] for _ in range(2))
     assert first == second
-    assert len(set(first)) == 3
+    assert len(set(first)) == 8

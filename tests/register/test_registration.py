@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sqlite3
+import sys
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +27,7 @@ from holdfast.spec.errors import ChampionChangedError, DataError, ForeignVersion
 from holdfast.store import Store, layout, open_store
 from holdfast.tracking import champion, connect, promote, registration_key, rollback, versions
 from holdfast.tracking.artifacts import whole_text
-from tests import empty_mlflow
+from tests import empty_mlflow, warm
 from tests.checkpoint.breaking_store import BreakingStore
 from tests.checkpoint.breaking_store import Killed as Dead
 from tests.register.conftest import EXPORT, STEP, Finish, FinishIn
@@ -405,6 +407,21 @@ def test_killed_while_the_model_is_described_and_repeated_it_is_whole(
     store.put(f"{folder}serving.py", b"print('changed')")
     publish_to(store)
     assert store.get(f"{folder}serving.py") != b"print('changed')", "code that MLflow runs is written anew"
+
+
+def test_two_concurrent_steps_register_one_version(home: Path, store: Store, finish: Finish, tmp_path: Path) -> None:
+    finish()
+    spec = tmp_path / "spec.yaml"
+    spec.write_text(dump_spec(made.spec()), encoding="utf-8")
+    command = [sys.executable, "-m", "holdfast.components.register", "--spec", str(spec), "--run-id", made.RUN_ID]
+    steps = [
+        warm.popen([*command, "--store", store.url, "--output", str(tmp_path / f"{number}.json")], os.environ)
+        for number in range(2)
+    ]
+    assert [step.wait(timeout=300) for step in steps] == [0, 0]
+    [first, second] = [json.loads((tmp_path / f"{number}.json").read_text()) for number in range(2)]
+    [version] = versions("story", store)
+    assert version.version == first["version"] == second["version"]
 
 
 @pytest.mark.slow

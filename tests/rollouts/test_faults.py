@@ -84,10 +84,9 @@ def _killed_with_rewards(rank: int, size: int, url: str, folder: Path, runs: Run
     return train_with_code(rank, size, url, folder, runs, code)
 
 
-def test_rewards_that_fail_count_the_same_before_and_after_a_kill(tmp_path: Path) -> None:
+def test_rewards_that_fail_count_the_same_before_and_after_a_kill(store: Store, tmp_path: Path) -> None:
     """One hangs, one answers late, one raises. Each counts as `on_failure`, and recorded rewards stay."""
-    store, code = open_store(f"file://{tmp_path / 'store'}"), tmp_path / "code"
-    write_prompts(store)
+    code = tmp_path / "code"
     code.mkdir()
     for name, text in FILES.items():
         (code / name).write_text(text, encoding="utf-8")

@@ -15,9 +15,9 @@ import pytest
 
 from holdfast.rollouts.records import records_of_step
 from holdfast.spec import Spec
-from holdfast.store import Store, open_store
+from holdfast.store import Store
 from holdfast.telemetry import read_history
-from tests.rollouts.prompt_run import FIELDS, prompt_spec, write_prompts
+from tests.rollouts.prompt_run import FIELDS, prompt_spec
 from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
 from tests.train.tiny_run import VOCABULARY
 
@@ -79,14 +79,6 @@ def require_equal_to_one_process(store: Store, folder: Path, layouts: dict[str, 
         )
         assert expected.min() > 0
         assert (np.abs(norms / expected - 1) <= bound).all(), (name, norms, expected)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """A store with the prompts."""
-    store = open_store(f"file://{tmp_path / 'store'}")
-    write_prompts(store)
-    return store
 
 
 def test_a_divided_model_learns_like_one_process_and_resumes_with_the_same_bits(store: Store, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import pytest
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.rollouts.records import recorded_steps, records_of_step
 from holdfast.spec import Spec
-from holdfast.store import Store, open_store
+from holdfast.store import Store
 from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
-from tests.rollouts.prompt_run import FIELDS, prompt_spec, train_with_code, turns_fields, write_prompts
+from tests.rollouts.prompt_run import FIELDS, prompt_spec, train_with_code, turns_fields
 from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
 from tests.train.test_worker import write_weights
 
@@ -35,14 +35,6 @@ def answers(store: Store, spec: Spec, salt: str = "") -> list[Any]:
 def overrides(*more: str) -> tuple[str, ...]:
     """The overrides of a run, for `train_in_ranks`."""
     return (*FIELDS, *more)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    """A store with the prompts."""
-    store = open_store(f"file://{tmp_path / 'store'}")
-    write_prompts(store)
-    return store
 
 
 def test_a_stopped_run_learns_from_the_same_answers(store: Store, tmp_path: Path) -> None:

@@ -402,7 +402,7 @@ def test_any_override_is_accepted_or_refused(changes) -> None:
     outcome(strict_yaml.write(RIGHT), [f"{path}={text}" for path, text in changes])
 
 
-@settings(max_examples=50)  # each one writes and reads a whole spec twice
+@relaxed
 @given(st.text(st.characters(codec="utf-8"), max_size=50))
 def test_any_text_in_a_field_survives_the_round_trip(text: str) -> None:
     spec = outcome(strict_yaml.write({**RIGHT, "evaluation": {"prompts": [text]}}), [])

@@ -107,7 +107,7 @@ def overrides_of(ranks: int, strategy: str, level: str, *more: str) -> tuple[str
 
 def test_no_number_of_ranks_shows_under_elastic_determinism_and_no_interruption(tmp_path: Path) -> None:
     store, results = new_store(tmp_path / "store"), {}
-    kinds = [("fsdp", *MIXTURE)]  # under ddp, every rank computes what one process does
+    kinds = [("ddp", *MIXTURE), ("fsdp",), ("fsdp", *MIXTURE)]
     for ranks, salt, stop in ((1, "one", None), (3, "several", 2), (2, "several", None)):
         runs: Runs = [
             (overrides_of(ranks, strategy, "elastic", *more), f"{strategy} {len(more)} {salt}", stop)

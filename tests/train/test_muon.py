@@ -132,7 +132,7 @@ def overrides_of(ranks: int, strategy: str, *more: str) -> tuple[str, ...]:
 
 
 def test_no_number_of_ranks_shows_under_elastic_determinism_and_no_interruption(tmp_path: Path) -> None:
-    store, kinds = new_store(tmp_path / "store"), [("fsdp", *MIXTURE)]  # ddp: as one process
+    store, kinds = new_store(tmp_path / "store"), [("ddp", *MIXTURE), ("fsdp",), ("fsdp", *MIXTURE)]
     for ranks, salt, stop in ((1, "one", None), (3, "several", 2), (2, "several", None)):
         runs: Runs = [
             (overrides_of(ranks, strategy, *more), f"{strategy} {len(more)} {salt}", stop) for strategy, *more in kinds

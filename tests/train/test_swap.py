@@ -73,7 +73,7 @@ def test_runs_with_swap_files_that_were_stopped_or_killed_have_the_bits_of_those
         offload: (*overrides(None, 1, offload=in_memory), *wide)
         for offload, in_memory in (("optimizer", "optimizer"), ("parameters_on_disk", "parameters"))
     }
-    weights = away["parameters_on_disk"]
+    weights, optimizer = away["parameters_on_disk"], away["optimizer"]
     runs: Runs = []
     for offload, fields in away.items():  # one run each, apart from the salt
         runs += [(without_swap[offload], f"{offload} here", None), (fields, f"{offload} away", None)]
@@ -81,9 +81,10 @@ def test_runs_with_swap_files_that_were_stopped_or_killed_have_the_bits_of_those
         "PreemptedError"
     ]
     assert left(swap) == []
-    assert train_in_ranks(1, store.url, tmp_path / "killed", [(weights, "killed", 4)], number=9) is None
-    assert len(left(swap)) == 1
-    assert len([*swap.rglob("*_param.tensor.swp")]) == 6  # three wide matrices in each layer
+    for fields, salt, files in ((optimizer, "killed optimizer", 0), (weights, "killed", 6)):
+        assert train_in_ranks(1, store.url, tmp_path / salt, [(fields, salt, 4)], number=9) is None
+        assert len(left(swap)) == 1
+        assert len([*swap.rglob("*_param.tensor.swp")]) == files  # three wide matrices in each layer
     runs = [(weights, "stopped", None), (without_swap["parameters_on_disk"], "killed", None), (weights, "killed", None)]
     assert train_in_ranks(1, store.url, tmp_path / "second", runs) == ["", "PlanChangedError", ""]
     assert left(swap) == []
@@ -147,7 +148,7 @@ def _lose_weights(rank: int, size: int, folder: Path) -> int:
 @pytest.mark.usefixtures("compiled")
 def test_a_state_in_several_swap_files_transfers_between_engines_bit_for_bit(tmp_path: Path) -> None:
     for digests, losses, swapped in in_ranks(2, _hand_on, f"file://{tmp_path / 'store'}", tmp_path):
-        assert len(digests) == 5
+        assert len(digests) == 6
         assert len(set(digests)) == 1
         assert len(losses) == 3 and len(set(losses)) == 1
         assert swapped >= 2  # groups
@@ -166,7 +167,7 @@ def _hand_on(rank: int, size: int, url: str, folder: Path) -> tuple[list[str], l
     make_deterministic("exact", 1)
     store, swap, swapped_files, losses = open_store(url), folder / "swap", 0, []
     layouts: list[tuple[str, str, Path | None]] = [
-        ("fsdp", "none", None), ("zero3", "optimizer", swap), ("zero3", "parameters", swap),
+        ("fsdp", "none", None), ("zero3", "optimizer", swap), ("ddp", "none", None), ("zero3", "parameters", swap),
         ("zero3", "parameters_on_disk", swap), ("zero2", "none", None),
     ]  # fmt: skip
     for number, (strategy, offload, path) in enumerate(layouts, start=1):

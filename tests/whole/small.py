@@ -106,8 +106,8 @@ def holdfast(folder: Path, *arguments: str, command: str = "run", **more: str) -
 
 
 def register_champion(folder: Path) -> None:
-    """Train, evaluate and register the model of `folder`/spec.yaml, each step as its own command. Forked processes run
-    them, which takes a fifth of the time of `holdfast run`."""
+    """Train, evaluate and register the model of `folder`/spec.yaml, each step as its own command, in a forked
+    process."""
     empty_mlflow.place(folder / "home")
     output: dict[str, Any] = {}
     for name, needed in (("preprocess", ""), ("train", "dataset_id"), ("evaluate", "run_id"), ("register", "run_id")):

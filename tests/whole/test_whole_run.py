@@ -177,7 +177,7 @@ def test_runs_show_and_generate_know_the_run(done: tuple[Path, subprocess.Comple
     assert texts[0] == texts[1]
 
 
-def test_400_kb_of_flipped_bits_are_named_by_commands_that_read_them(
+def test_400_kb_of_flipped_bits_are_named_by_every_command(
     done: tuple[Path, subprocess.CompletedProcess[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = done
@@ -194,6 +194,9 @@ def test_400_kb_of_flipped_bits_are_named_by_commands_that_read_them(
             command_result = holdfast(folder, *command[1:], command=command[0])
             assert command_result.returncode == 11, command_result.stdout + command_result.stderr
             assert message in command_result.stderr
+        other_name = holdfast(folder, "spec.yaml", "--set", "registration.model=other")
+        assert other_name.returncode == 11
+        assert message in other_name.stdout + other_name.stderr
         verified = holdfast(folder, "verify", run_id, command="checkpoints")
         assert verified.returncode == 13
         assert message.removeprefix("model.safetensors: ") in verified.stdout

@@ -31,7 +31,7 @@ def shell(script: str, home: Path, *command: str) -> subprocess.CompletedProcess
 @pytest.mark.parametrize(
     "script",
     [
-        '"$@" validate --schema | head -1', '"$@" --help | true', '"$@" --version >&-',
+        '"$@" validate --schema | head -1', '"$@" --help | true', '"$@" validate --schema | true', '"$@" --version >&-',
         '"$@" --version <&- 2>&-', '"$@" runs --json | true',
     ],
 )  # fmt: skip
