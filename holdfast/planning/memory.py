@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal, NamedTuple, Self
 
+from holdfast.planning.answers import AnswerLot, answering
 from holdfast.planning.hardware import Accelerator
 from holdfast.planning.layout import HOLDFAST, MEGATRON, Layout, State
 from holdfast.planning.schedule import in_flight
@@ -56,6 +57,8 @@ class Practice:
     loss_chunk: int = LOSS_CHUNK  # tokens whose logits exist at a time
     reference: bool = False  # a frozen copy of the first weights (dpo and kto)
     teacher: Teacher | None = None  # of a distillation
+    answers: AnswerLot | None = None  # that a rank generates
+    whole_model: bool = False  # a copy of it generates them
 
 
 PAPER = Practice(state=MEGATRON, flash=False, selective="attention")  # Megatron-LM of 2021 and 2022
@@ -75,6 +78,7 @@ class Updates:
     reference: bool = False  # see Practice
     average: bool = False  # of the weights (training.ema)
     teacher: Teacher | None = None
+    answers: AnswerLot | None = None
 
     @classmethod
     def of(
@@ -93,6 +97,7 @@ class Updates:
             reference=training.lora.rank is None
             and (objective in ("dpo", "kto") or (objective == "grpo" and training.grpo.kl_weight > 0)),
             teacher=None if teacher is None else Teacher(teacher, training.distillation.top_k),
+            answers=AnswerLot.of(training) if objective == "grpo" else None,
         )
 
 
@@ -103,6 +108,7 @@ def practice_here(precision: str, layout: Layout, kind: str, updates: Updates | 
     errors = updates.left_out and layout.sharding == "none" and layout.data > 1  # otherwise nothing is compressed
     # Torch has no kernel that does these in one pass.
     whole_update = updates.lamb or (updates.elastic and layout.sharding == "full")
+    divided = layout.ranks > layout.data or layout.expert > 1 or (layout.sharding == "full" and layout.ranks > 1)
     return Practice(
         state=replace(HOLDFAST, optimizer=HOLDFAST.optimizer + 4 * updates.average),
         fused_norm=kind != "cpu",
@@ -115,6 +121,8 @@ def practice_here(precision: str, layout: Layout, kind: str, updates: Updates | 
         loss_chunk=updates.loss_chunk,
         reference=updates.reference,
         teacher=updates.teacher,
+        answers=updates.answers,
+        whole_model=divided or (updates.elastic and layout.sharding == "full"),
     )
 
 
@@ -360,6 +368,16 @@ def _adapter(shape: Architecture, layout: Layout, lora: Lora) -> float:
     return (lora.rank or 0) * elements
 
 
+def _answering(
+    answers: AnswerLot, shape: Architecture, accelerator: Accelerator, precision: str, practice: Practice
+) -> dict[str, float]:
+    """The terms of a rank that generates answers. Autocast keeps its copies in 16 bits until the last answer."""
+    size = BYTES[precision]
+    whole = _held(shape, Layout(), precision, replace(practice, autocast=size < 4), 0)
+    copied = whole.weights if practice.whole_model else 0.0
+    return answering(answers, shape, size, copied, whole.copies, accelerator.kind == "cpu")
+
+
 def _stage(
     shape: Architecture,
     layout: Layout,
@@ -378,9 +396,10 @@ def _stage(
     own_state = _held(shape, layout, precision, practice, stage)
     held, sharded, copies = own_state.trained, own_state.sharded, own_state.copies
     offloaded_parts = offloaded(layout, accelerator)
-    weights = 0.0 if "weights" in offloaded_parts else own_state.weights
-    gradients = 0.0 if "gradients" in offloaded_parts else own_state.gradients
-    optimizer = 0.0 if "optimizer" in offloaded_parts else own_state.optimizer
+    weights, gradients, optimizer = (
+        0.0 if name in offloaded_parts else bytes_of
+        for name, bytes_of in zip(("weights", "gradients", "optimizer"), own_state[:3], strict=True)
+    )
 
     kept = layer_activations(shape, layout, precision, practice)
     everything = layer_activations(shape, layout, precision, practice, "none")
@@ -439,6 +458,8 @@ def _stage(
         own = sharded if part else held
         largest = max(layer / LAYER_MATRICES, ends) * own / held
         moments["update"] = {"gradients": gradients, "updates": _updates(practice, own, largest)}
+    if practice.answers is not None:
+        moments["answers"] = _answering(practice.answers, shape, accelerator, precision, practice)
     moment = max(moments, key=lambda name: sum(moments[name].values()))
     terms = {"weights": weights, "gradients": 0.0, "optimizer": optimizer} | moments[moment]
     moving = sum(terms[name] for name in terms if name not in ("weights", "optimizer"))

@@ -183,6 +183,7 @@ class AnswerBatches:
                 self._lot(step, lot, policy, prompts[lot * size : (lot + 1) * size], decoder)
                 for lot in lots[self._gang.rank :: self._gang.size]
             ]
+        del decoder  # a copy of the model need not live longer
         records: list[LotRecord] = []
         for number in range(-(-len(lots) // self._gang.size)):  # one lot of each rank, as messages have a limit
             record = own[number].dump().decode() if number < len(own) else ""

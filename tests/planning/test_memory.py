@@ -25,6 +25,7 @@ from holdfast.planning import (
     memory,
     practice_here,
 )
+from holdfast.planning.answers import AnswerLot, answering
 from holdfast.planning.auto import fields_of, layout_of, task_of, with_fields
 from holdfast.planning.memory import PAPER, Memory, layer_activations
 from holdfast.spec import Spec, parse_spec
@@ -32,6 +33,7 @@ from holdfast.spec.model import Model
 from holdfast.spec.rules.objective import objective_name
 from holdfast.spec.training import KEEPING
 from tests.model.tiny_model import decoder, export, shape
+from tests.planning.answering import answering_spec, peak_of_answers
 
 VOCABULARY = 256
 BAR = 0.05  # S1
@@ -292,3 +294,33 @@ def test_offloaded_state_uses_host_memory_and_no_accelerator_memory() -> None:
 
     assert step("cpu", "parameters") == step("cpu", "optimizer") == step("cpu", "none")
     assert len({step("nvidia", offload) for offload in ("none", "optimizer", "parameters")}) == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "vocabulary"),
+    [
+        ((), VOCABULARY),
+        (("training.precision=bf16",), VOCABULARY),
+        (("training.grpo.answer_tokens=8", "model.heads=2", "model.kv_heads=2", "model.layers=2"), VOCABULARY),
+        (("model.layers=2",), 8192),
+        (("training.lora.rank=8", "training.lora.base=bf16", "training.precision=bf16"), VOCABULARY),
+    ],
+    ids=["caches", "bf16", "prompts", "a large vocabulary", "adapters"],
+)
+def test_the_memory_of_generated_answers_is_within_five_percent(overrides: tuple[str, ...], vocabulary: int) -> None:
+    spec = answering_spec(*overrides)
+    memory = planned(spec, vocabulary)
+    assert memory.moment == "answers"
+    estimate = memory.total - memory.terms["fragmentation"]
+    engine = TorchEngine(Assignment.of(spec, "run", "dataset"), vocabulary, 3)
+    peak = peak_of_answers(engine, spec.model, spec.training.grpo, vocabulary)
+    assert estimate == pytest.approx(peak, rel=BAR)
+
+
+def test_a_server_answers_without_caches() -> None:
+    server = "training.grpo.server={software: x, url: 'http://h/v1', weights: w}"
+    spec = answering_spec("parallel.processes=2", "parallel.tensor=2", server)
+    task = task_of(spec, ACCELERATORS["H100"], 2, VOCABULARY)
+    copied = 4.0 * parameter_count(spec.model, VOCABULARY)
+    assert Candidate(task, layout_of(spec)).practice.whole_model
+    assert answering(AnswerLot.of(spec.training), task.shape, 4.0, copied, 0.0, on_cpu=False) == {"whole model": copied}
