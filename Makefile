@@ -38,7 +38,8 @@ unit: $(VENV)/.dev  ## Run the tests
 	PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --collect-only -qq >/dev/null 2>&1 || true # the next line shows errors
 	$(BIN)/pytest -n 4
 
-drill: $(VENV)/.dev  ## Run what takes long: faults again and again, sweeps
+drill: $(VENV)/.dev  ## Run what takes long: slow tests, faults again and again, sweeps
+	$(BIN)/pytest -n 4 -m 'slow and not drill' --durations=25
 	$(BIN)/pytest -n 3 -m drill --durations=25 -ra
 
 docs: $(VENV)/.dev  ## Build the documentation as a site, in build/site

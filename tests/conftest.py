@@ -62,15 +62,16 @@ DRILL_ORDER = os.environ.setdefault("HOLDFAST_DRILL_ORDER", str(datetime.now(UTC
 BEGAN = time.monotonic()
 
 
-def pytest_report_header() -> str | None:
+def pytest_report_header(config: pytest.Config) -> str | None:
     """How to run the same short drill again."""
-    return f"short drill: HOLDFAST_DRILL_ORDER={DRILL_ORDER}" if DRILL_SECONDS else None
+    short = DRILL_SECONDS and config.getvalue("markexpr") == "drill"
+    return f"short drill: HOLDFAST_DRILL_ORDER={DRILL_ORDER}" if short else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """In a short drill, begin a test only while half of its time limit is left, or half of the drill."""
-    if not DRILL_SECONDS:
+    if not DRILL_SECONDS or not item.get_closest_marker("drill"):
         return
     mark = item.get_closest_marker("timeout")
     limit = mark.args[0] if mark else item.config.getvalue("timeout")
@@ -78,11 +79,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("the time of this short drill is over; `make drill` runs all")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Run the longest files first, then those with slow tests and longer time limits, so that the other processes do
     not wait for them. A short drill has the files in a random order.
     """
-    if DRILL_SECONDS:
+    if DRILL_SECONDS and config.getvalue("markexpr") == "drill":
         items.sort(key=lambda item: hashlib.sha256(f"{DRILL_ORDER} {_file_of(item.nodeid)}".encode()).digest())
         return
 
@@ -104,11 +105,12 @@ def _file_of(nodeid: str) -> str:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """A drill imports no file without one: importing all takes each process long. Fixtures may add the mark."""
-    if collection_path.suffix != ".py" or config.getvalue("markexpr") != "drill":
+    """A drill imports no file without the mark: importing all takes each process long. Fixtures may add the mark."""
+    word = {"drill": "drill", "slow and not drill": "slow"}.get(config.getvalue("markexpr"))
+    if collection_path.suffix != ".py" or word is None:
         return None
     fixtures = collection_path.with_name("conftest.py")
-    return not any("drill" in path.read_text() for path in (collection_path, fixtures) if path.exists()) or None
+    return not any(word in path.read_text() for path in (collection_path, fixtures) if path.exists()) or None
 
 
 class FileScheduling(LoadFileScheduling):

@@ -112,6 +112,7 @@ def test_errors_of_the_api_have_a_type_and_a_remedy(trained: holdfast.Run) -> No
         holdfast.run(holdfast.load_spec("spec.yaml"), overrides={"training.steps": 7})
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_raises_the_code_of_its_step(home: Path) -> None:
     (home / "bad.txt").write_bytes(b"not \xff\xfe text")
     with pytest.raises(holdfast.RunFailedError, match=r"bad\.txt") as failed:

@@ -42,6 +42,7 @@ LAYOUTS: dict[int, tuple[tuple[str, ...], ...]] = {
 }
 
 
+@pytest.mark.slow
 def test_the_losses_of_all_ranks_are_those_of_one_process_in_every_layout(tmp_path: Path) -> None:
     """Rows and positions of a batch are all different, so that a misplaced loss differs by far."""
     runs = {1: (ONE, ("data.document_masks=true",)), **LAYOUTS}
@@ -140,6 +141,7 @@ def test_losses_are_those_of_one_step(arguments: tuple[str, ...]) -> None:
     assert (refused.exit_code, "--losses" in refused.output) == (ExitCode.USAGE, True)
 
 
+@pytest.mark.slow
 def test_a_planted_document_of_random_letters_comes_first_and_all_of_them_make_up_the_recorded_loss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

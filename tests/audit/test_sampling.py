@@ -23,6 +23,7 @@ from tests.train.tiny_run import new_store, tiny_spec, train_once
 __all__ = ["launches_of_one_server"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("launches_of_one_server")
 def test_an_audit_replays_each_stretch_once_reports_differences_and_refuses_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -75,6 +76,7 @@ def test_an_audit_replays_each_stretch_once_reports_differences_and_refuses_anot
     assert (read_audits(store, identity), len(differences(store, identity))) == ([], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments", [(), ("--sample", "1", "--steps", "3"), ("--steps", "3"), ("--sample", "1", "--anyway")]
 )

@@ -34,6 +34,7 @@ from tests.checkpoint.ranks import in_ranks, process_group
 from tests.checkpoint.saving import RUN, checkpointer, load, names, opened, same, save, shards, state, whole
 
 
+@pytest.mark.slow
 def test_no_two_claims_get_the_same_number(store: Store) -> None:
     with ThreadPoolExecutor(8) as pool:
         claims = list(pool.map(lambda each: claim_attempt(store, RUN, world_size=each), range(8)))

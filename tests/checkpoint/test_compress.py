@@ -60,6 +60,7 @@ def codecs(store: Store, step: int, name: str) -> set[Codec]:
     return {Codec(piece.place.codec) for piece in open_checkpoint(store, RUN, step).pieces(name)}
 
 
+@pytest.mark.slow
 def test_a_compressed_checkpoint_restores_the_saved_state(store: Store, saver: Checkpointer) -> None:
     for step in range(1, 6):
         saved(store, saver, step)
@@ -84,6 +85,7 @@ def test_the_codec_of_each_tensor_is_chosen_by_size(store: Store, saver: Checkpo
     ]
 
 
+@pytest.mark.slow
 def test_a_difference_is_never_based_on_a_difference(store: Store, saver: Checkpointer) -> None:
     for step in range(1, 5):
         saved(store, saver, step)

@@ -122,6 +122,7 @@ def test_a_pin_with_a_damaged_record_protects_its_checkpoint(folder_store: Store
     assert len(list(folder_store.list(layout.packs(RUN)))) == 1
 
 
+@pytest.mark.slow
 def test_a_fork_stays_loadable_with_a_collection_before_any_of_its_operations(tmp_path: Path) -> None:
     """The other attempt commits and immediately collects. The test repeats this before each operation."""
     outcomes = set()
@@ -147,6 +148,7 @@ def test_a_fork_stays_loadable_with_a_collection_before_any_of_its_operations(tm
     assert outcomes == {"000001", "000002"}, "it borrows the old root or the new one"
 
 
+@pytest.mark.slow
 def test_a_fork_stays_loadable_if_it_runs_before_any_operation_of_a_collection(tmp_path: Path) -> None:
     """The borrower runs before each operation of the other attempt."""
     for at in range(200):

@@ -55,6 +55,7 @@ def cells(tensor: torch.Tensor, cuts: list[set[int]]) -> Iterator[TensorBox]:
         yield TensorBox("t", tuple(tensor.shape), tuple(low for low, _ in cell), part)
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(1, 14), min_size=1, max_size=3), st.sampled_from([torch.float32, torch.bfloat16]), st.data()
 )
@@ -114,6 +115,7 @@ def test_content_has_one_digest_however_it_is_stored(folder_store: Store) -> Non
     assert plain.write(2, whole(tensors)).header.totals.fresh == 0
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_every_byte_of_a_pack_of_tiles_is_checked_by_readers_of_rows_and_by_those_of_columns(
     folder_store: Store,

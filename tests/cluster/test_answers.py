@@ -64,7 +64,6 @@ def test_an_admission_refusal_is_not_a_permission_error(cluster) -> None:
 
 
 @needs_assets
-@pytest.mark.slow
 def test_a_real_server_names_an_unknown_field_and_an_unreachable_webhook(
     control_plane: ControlPlane,
 ) -> None:

@@ -91,7 +91,6 @@ def step(cluster: Emulation, tmp_path: Path) -> Iterator[Step]:
         train_step.process.wait()
 
 
-@pytest.mark.slow
 def test_a_pipeline_run_that_is_ended_takes_its_job_with_it_before_anything_else(step: Step) -> None:
     def end(flow: Object) -> None:
         flow["spec"]["activeDeadlineSeconds"] = 0  # as Kubeflow terminates a run

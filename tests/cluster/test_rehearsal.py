@@ -33,7 +33,6 @@ def test_the_example_compiles_for_every_target_it_can_have(target: str, tmp_path
     [pytest.param("in this process", marks=pytest.mark.drill), pytest.param("real", marks=needs_assets)],
     indirect=True,
 )
-@pytest.mark.slow
 def test_a_node_killed_in_training_causes_a_restart_and_the_model_is_registered(plane, tmp_path: Path) -> None:
     write_corpus(tmp_path)
     store = f"s3://rehearsal-{uuid.uuid4().hex}/store"  # moto's buckets belong to the whole process

@@ -48,6 +48,7 @@ def test_equal_files_are_the_same_bundle_for_any_times_order_and_surroundings(fo
 path_text = st.from_regex(r"[a-z]{1,8}(/[a-z]{1,8}){0,2}\.py", fullmatch=True)
 
 
+@pytest.mark.slow
 @given(st.dictionaries(path_text, st.tuples(st.binary(max_size=40), st.booleans()), max_size=8))
 def test_what_is_packed_is_read_back_and_any_changed_byte_is_refused(made: dict[str, tuple[bytes, bool]]) -> None:
     files = [CodeFile(path, data, executable) for path, (data, executable) in made.items()]

@@ -29,6 +29,7 @@ WORDY = st.lists(
 ).map("".join)  # fmt: skip
 
 
+@pytest.mark.slow
 @given(st.one_of(ASCII, st.text(), WORDY))
 @settings(max_examples=2000)
 def test_fast_and_slow_give_the_same_tokens(text: str) -> None:

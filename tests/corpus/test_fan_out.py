@@ -162,6 +162,7 @@ def test_a_file_with_another_time_but_the_same_bytes_is_the_file_that_was_listed
         tokenise(spec, store, plan.division, "0/2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("chunk", "sorted_", "range_"), [(50, 20, 64), (50, 5, 1), (7, 1, 13), (5000, 20, 64)])
 def test_the_first_of_equal_texts_is_kept_however_little_fits_into_memory(
     monkeypatch: pytest.MonkeyPatch, chunk: int, sorted_: int, range_: int

@@ -39,6 +39,7 @@ print(len(found), found[-1], (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("texts", "options", "words"),
     [

@@ -91,6 +91,7 @@ def test_a_committed_dataset_is_complete_at_every_operation_of_preprocess(
     assert moments[True] >= 1
 
 
+@pytest.mark.slow
 def test_any_number_of_workers_gives_the_same_bytes(
     corpus: Path, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -277,6 +278,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bytes(
     assert tree(store, "datasets/") == tree(undisturbed, "datasets/")
 
 
+@pytest.mark.slow
 def test_workers_end_with_the_process_that_started_them(corpus: Path, make_spec: MakeSpec, tmp_path: Path) -> None:
     long = prose(0, 1500)
     for number in range(4):

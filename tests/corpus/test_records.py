@@ -119,6 +119,7 @@ def test_a_missing_column_and_a_column_of_numbers_are_refused_by_name(
     assert run(make_spec({"uri": str(tmp_path / "a.parquet"), "text_field": "body"}), store).created
 
 
+@pytest.mark.slow
 def test_bombs_are_dropped_in_bounded_memory(store, make_spec: MakeSpec, tmp_path: Path) -> None:
     huge = 300 * 2**20
     (tmp_path / "bomb.txt.gz").write_bytes(gzip.compress(bytes(huge), 1))

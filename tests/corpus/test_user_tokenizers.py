@@ -82,6 +82,7 @@ def test_a_text_that_gives_the_end_token_all_the_same_is_refused_or_counted(brin
     assert prepared.dropped["end_in_text"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late", [False, True])
 def test_text_that_does_not_round_trip_through_tokens_is_refused_or_counted(
     late: bool, bring: Any, store: Store

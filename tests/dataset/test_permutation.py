@@ -31,6 +31,7 @@ def test_indices_may_have_any_shape_and_order() -> None:
     np.testing.assert_array_equal(permutation(np.array([[5, 900], [3, 5]])), whole[[[5, 900], [3, 5]]])
 
 
+@pytest.mark.slow
 def test_over_many_keys_every_pair_of_places_is_equally_likely() -> None:
     n, keys = 20, 20_000
     counts = np.zeros((n, n))

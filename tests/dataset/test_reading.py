@@ -223,6 +223,7 @@ print(maps)
 """
 
 
+@pytest.mark.slow
 def test_thousands_of_shards_are_read_with_few_descriptors_and_few_maps(
     store: Store, write: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -98,6 +99,7 @@ def test_weights_keep_exact_shares_and_every_source_its_epochs(store: Store, wri
     assert len({tuple(row >= 20_000 for row in step) for step in firsts.reshape(-1, 4).tolist()}) > 4
 
 
+@pytest.mark.slow
 def test_one_of_two_nodes_reads_its_part_of_an_epoch(bucket: Store, proxy, write: Write, tmp_path) -> None:
     """For pieces that processes of a node fetch once, see test_remote.py."""
     tokens = 33 * 8 * PIECE_BYTES // 2

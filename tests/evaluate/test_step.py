@@ -106,6 +106,7 @@ def test_other_settings_are_another_question(store: Store, model: str) -> None:
     assert len(records(store)) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ours", "theirs", "word"),
     [

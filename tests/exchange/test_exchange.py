@@ -144,6 +144,7 @@ def test_the_model_of_a_checkpoint_becomes_a_hugging_face_folder_that_reads_back
     assert progress[-1][0] == progress[-1][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False])
 def test_a_distributed_checkpoint_of_torch_is_imported_with_its_moments(
     folder_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool
@@ -223,7 +224,6 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_tensor(folder_store: 
     assert list(folder_store.list("runs/")) == []
 
 
-@pytest.mark.slow
 def test_training_from_imported_weights_matches_training_with_init_from(tmp_path: Path) -> None:
     spec = tiny_spec()
     folder = tmp_path / "llama"

@@ -60,6 +60,7 @@ def run_node(store: Store, spec: Spec, number: int, home: Path, module: str, **v
     return process.returncode, output
 
 
+@pytest.mark.slow
 def test_the_agent_commits_the_copy_of_a_killed_rank_and_the_next_gang_resumes_from_it(
     tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
@@ -75,6 +76,7 @@ def test_the_agent_commits_the_copy_of_a_killed_rank_and_the_next_gang_resumes_f
     assert outcome(store, spec)[1] == undisturbed
 
 
+@pytest.mark.slow
 def test_an_agent_killed_repeatedly_during_saves_does_not_interrupt_training(
     tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:
@@ -85,6 +87,7 @@ def test_an_agent_killed_repeatedly_during_saves_does_not_interrupt_training(
     assert len(attempts) == 1, diary
 
 
+@pytest.mark.slow
 def test_an_agent_that_is_stopped_holds_training_up_and_no_bit_changes(
     tmp_path: Path, undisturbed: dict[str, object]
 ) -> None:

@@ -53,7 +53,6 @@ def kill_and_compare(seed: int, store: Store, home: Path, undisturbed: dict[str,
     require_whole_ledger(read_events(store, result.run_id), ranks=2)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.drill) for seed in range(1, SEEDS))])
 def test_kill_9_of_anything_at_any_moment_changes_no_bit(
     seed: int, tmp_path: Path, request: pytest.FixtureRequest, undisturbed: dict[str, dict[str, object]]

@@ -61,6 +61,7 @@ def die_at(step: int, store: Store, home: Path) -> str:
     return output
 
 
+@pytest.mark.slow
 def test_the_next_gang_resumes_from_the_memory_copy_and_not_the_older_checkpoint(
     tmp_path: Path, memory: Path, undisturbed: dict[str, object]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 
 from holdfast.health.verdict import Report
@@ -93,6 +94,7 @@ def test_a_rank_missing_at_a_probe_is_reported(tmp_path: Path) -> None:
     assert "Ranks 1 " in message
 
 
+@pytest.mark.slow
 def test_the_program_ends_with_the_code_of_what_it_found_and_blames_the_node(tmp_path: Path) -> None:
     launcher = LocalLauncher(tmp_path / "logs")
     endings = []

@@ -29,6 +29,7 @@ def write_index(folder: Path, version: str, needs: str) -> str:
     return folder.as_uri()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wanted", "own", "published", "requested", "installed"),
     [

@@ -36,6 +36,7 @@ def run(folder: Path, *deeds: str) -> GangExit:
     return launched(folder, job(*deeds))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deeds", "code"),
     [
@@ -204,6 +205,7 @@ sys.exit(code)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("immediately", [True, False], ids=["immediately", "while the interpreter is taken down"])
 def test_an_ended_gang_keeps_its_exit_code_after_a_late_sigterm(immediately: bool) -> None:
     program = TORCHRUN.format(immediately=immediately)
@@ -259,6 +261,7 @@ LocalLauncher(Path(sys.argv[1]) / "logs").run(job("ignore", "ignore"))
 """
 
 
+@pytest.mark.slow
 def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path)]) as launcher:
         pids = ready(tmp_path, 2)
@@ -269,6 +272,7 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
         launcher.wait(PATIENCE)
 
 
+@pytest.mark.slow
 def test_a_process_whose_parent_died_before_its_check_dies_too() -> None:
     code = "from holdfast.launch.processes import die_with_parent; die_with_parent(); print('lives on')"
     for parent, expected in ((str(os.getpid()), 0), ("1", -signal.SIGKILL), (None, 0)):
@@ -277,6 +281,7 @@ def test_a_process_whose_parent_died_before_its_check_dies_too() -> None:
         assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == expected
 
 
+@pytest.mark.slow
 def test_the_first_process_of_a_container_leaves_on_sigterm_before_it_has_started_a_rank() -> None:
     """No signal that process 1 does not handle ends it: a pod would stay until its grace period is over."""
     torchrun = [sys.executable, "-m", "holdfast.launch.torchrun", "--nproc-per-node=1"]

@@ -37,6 +37,7 @@ def ask(server: WarmServer, *arguments: str, **environment: str) -> tuple[int, s
     return process.wait(PATIENCE), output
 
 
+@pytest.mark.slow
 def test_a_forked_process_has_a_separate_environment_session_title_and_folder(
     server: WarmServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_forked_process_handles_a_signal_as_soon_as_its_pid_is_known(server: W
     assert {process.wait(PATIENCE) for process in processes} == {-signal.SIGTERM}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_forked_process_computes_the_same_bits_as_a_spawned_one(threads: int, server: WarmServer) -> None:
     environment = {"OMP_NUM_THREADS": str(threads)}
@@ -127,6 +129,7 @@ server.start({CHILD!r}, ["wait"], os.environ).wait()
 """
 
 
+@pytest.mark.slow
 def test_a_forked_process_dies_with_the_creator_of_its_server() -> None:
     with subprocess.Popen([sys.executable, "-c", MAKER], stdout=subprocess.PIPE, text=True) as maker:
         assert maker.stdout is not None
@@ -135,6 +138,7 @@ def test_a_forked_process_dies_with_the_creator_of_its_server() -> None:
         child.wait(PATIENCE)
 
 
+@pytest.mark.slow
 def test_a_killed_server_ends_its_processes_and_refuses_new_ones() -> None:
     server = WarmServer.spawn([CHILD])
     process = server.start(CHILD, ["wait"], os.environ)
@@ -172,6 +176,7 @@ print(*sorted(set(sys.modules) - before))
 """
 
 
+@pytest.mark.slow
 def test_the_server_imports_the_torch_modules_of_ranks_before_it_forks() -> None:
     result = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, check=True)
     assert result.stdout.split() == []

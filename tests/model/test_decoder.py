@@ -126,13 +126,11 @@ def test_more_tokens_than_the_context_are_refused() -> None:
         decoder(shape())(torch.zeros(1, 33, dtype=torch.long))
 
 
-@pytest.mark.slow
 def test_the_decoder_compiles_into_one_graph() -> None:
     report = torch._dynamo.explain(decoder(shape(kv_heads=2)))(TOKENS, TOKENS, documents_of(TOKENS, 3))
     assert report.graph_count == 1, report.break_reasons
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("window", [None, 9])
 def test_a_compiled_layer_takes_any_number_of_documents_and_has_the_bits_of_an_eager_one(window: int | None) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend

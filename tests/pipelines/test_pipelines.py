@@ -36,6 +36,7 @@ def test_the_module_of_a_pipeline_compiles_what_the_commands_compile(name: str, 
     assert list(yaml.safe_load_all(file.read_text(encoding="utf-8"))) == expected
 
 
+@pytest.mark.slow
 def test_the_pipeline_compiles_without_a_spec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "training.yaml"
     monkeypatch.setattr(sys, "argv", ["training", "-o", str(file)])

@@ -119,6 +119,7 @@ def test_a_layout_of_tomorrow_is_written_only_on_request(spec: Path) -> None:
     assert f"strategy: {output['layouts'][0]['fields']['parallel.strategy']}" in spec.read_text()
 
 
+@pytest.mark.slow
 def test_a_budget_buys_the_fastest_run_that_it_pays_for(spec: Path) -> None:
     cheap_plan, dear_plan = (as_json(str(spec), "--budget", budget, "--price", "3") for budget in ("40", "1000000"))
     assert cheap_plan["layouts"][0]["run"]["cost"] <= 40

@@ -90,6 +90,7 @@ def measured(spec: Spec, vocabulary: int) -> int:
     return live_tensors.peak
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 def test_the_memory_of_a_real_step_is_within_five_percent(checkpointing: str, precision: str) -> None:
@@ -99,6 +100,7 @@ def test_the_memory_of_a_real_step_is_within_five_percent(checkpointing: str, pr
     assert estimate == pytest.approx(measured(spec, VOCABULARY), rel=BAR)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "precision", "checkpointing"),
     [("fp32", "fp32", "none"), ("bf16", "fp32", "full"), ("bf16", "bf16", "none"), ("nf4", "fp32", "none")],

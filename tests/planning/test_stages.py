@@ -70,6 +70,7 @@ def test_a_timeline_with_costs_shows_the_slowest_stage() -> None:
     assert balanced[-1] == timeline(layout, 4).splitlines()[-1]  # the formula assumes equal stages
 
 
+@pytest.mark.slow
 def test_measured_stages_are_proposed_drawn_and_written(spec: Path) -> None:
     result = CliRunner().invoke(app, ["plan", str(spec), "--measure", "--timeline", "--apply"], catch_exceptions=False)
     assert result.exit_code == 0, result.output
@@ -87,6 +88,7 @@ def test_a_spec_without_a_pipeline_is_refused_with_a_remedy(spec: Path) -> None:
         CliRunner().invoke(app, ["plan", str(spec), "--measure"], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_a_pipeline_set_on_the_command_line_is_written_with_its_stages(spec: Path) -> None:
     spec.write_text(PIPELINE.replace(", pipeline: 2", ""))
     command = ["plan", str(spec), "--measure", "--apply", "--json", "--set", "parallel.pipeline=2"]
@@ -105,6 +107,7 @@ def test_options_of_a_search_are_refused_where_nothing_is_searched(spec: Path) -
     assert "--gpus, --any" in result.output
 
 
+@pytest.mark.slow
 def test_fp8_is_not_measured_as_something_else(spec: Path) -> None:
     parsed = load_spec(spec)
     fp8 = parsed.training.model_copy(update={"precision": "fp8"})  # on a CPU, the rules refuse it earlier
@@ -119,6 +122,7 @@ def test_a_remedy_that_unsays_the_stages_loads(spec: Path) -> None:
     assert load_spec(spec, [options]).parallel.stages is None
 
 
+@pytest.mark.slow
 def test_the_measuring_process_ends_with_the_command(spec: Path) -> None:
     long = ["--set", "model.hidden=1024", "--set", "model.context=2048", "--set", "training.micro_batch=4"]
     command = [sys.executable, "-m", "holdfast.pipelines.cli", "plan", str(spec), "--measure", *long]

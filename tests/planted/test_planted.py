@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.planted.__main__ import copy_of_the_tree, is_caught, misfits
 from tests.planted.bug import BUGS, Bug
 
@@ -23,6 +25,7 @@ def test_a_planted_bug_with_missing_or_ambiguous_text_is_refused(tmp_path: Path)
     ]
 
 
+@pytest.mark.slow
 def test_a_bug_is_caught_or_survives_and_leaves_the_tree_sound(tmp_path: Path) -> None:
     sound = "import math\n\ndef half(x):\n    return math.floor(x / 2)\n"
     (tmp_path / "a.py").write_text(sound)

@@ -112,6 +112,7 @@ def require(checkpoint: Checkpoint, what: str) -> None:
     assert same(boxes, whole(state(checkpoint.step))), what
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(100, 200, 50))
 def test_pinned_and_borrowed_checkpoints_stay_complete_in_any_order_of_actions(first: int) -> None:
     actions = 0

@@ -19,6 +19,7 @@ def require(seeds: range) -> None:
             raise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 200, TOGETHER))
 def test_the_invariants_hold_for_every_seed(first: int) -> None:
     require(range(first, first + TOGETHER))

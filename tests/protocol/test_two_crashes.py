@@ -10,7 +10,6 @@ from tests.seeds import SEEDS
 PARTS = 16  # of all pairs: each part takes ten seconds on an idle core
 
 
-@pytest.mark.slow
 @pytest.mark.drill
 @pytest.mark.parametrize("part", range(min(PARTS, SEEDS)))
 def test_two_crashes_at_any_two_operations_lose_and_tear_nothing(part: int) -> None:

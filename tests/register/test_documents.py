@@ -6,6 +6,8 @@ import json
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 from holdfast.components.register.registration import register
 from holdfast.pipelines.exports import verify_export
 from holdfast.store import Store, layout
@@ -15,6 +17,7 @@ from tests.register.conftest import EXPORT, STEP, Finish
 from tests.tracking import made
 
 
+@pytest.mark.slow
 def test_a_version_has_a_card_and_a_bill_of_materials(home: Path, store: Store, finish: Finish) -> None:
     finish(result={"tokens": 8, "parameters": 8, "attempts": 1, "seconds": 1.0})
     registered = register(made.spec("registration.license=Apache-2.0"), made.RUN_ID, store)

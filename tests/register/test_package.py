@@ -89,6 +89,7 @@ def test_the_folder_holds_no_pickle_and_no_path_of_this_machine(
     assert all("==" in line and "+" not in line for line in packages)
 
 
+@pytest.mark.slow
 def test_a_process_without_the_repository_loads_the_packed_code(
     home: Path, store: Store, finish: Finish, tmp_path: Path
 ) -> None:

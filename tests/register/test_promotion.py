@@ -59,6 +59,7 @@ def test_a_claim_whose_process_died_is_carried_out_before_the_next_is_judged(
     assert (current.version, current.tags["holdfast.replaced_champion"]) == (3, "2")
 
 
+@pytest.mark.slow
 def test_killed_at_any_operation_and_repeated_it_is_the_champion(store: Store) -> None:
     replaced_champions(store, 1)
     whole = BreakingStore(store, kill=False)

@@ -43,6 +43,7 @@ def the_champion(store: Store) -> dict[str, object]:
     return current.identity
 
 
+@pytest.mark.slow
 def test_a_blessed_model_becomes_the_champion_with_its_lineage(home: Path, store: Store, finish: Finish) -> None:
     finish()
     registration = run(made.spec(), made.RUN_ID, store)
@@ -76,6 +77,7 @@ def test_the_checkpoint_of_a_registered_version_is_pinned_without_an_alias(
     assert pin.reason == f"registered as models:/story/1 in {tracking_uri()}"
 
 
+@pytest.mark.slow
 def test_a_spec_too_long_for_a_tag_is_whole_in_the_mlflow_run(home: Path, store: Store, finish: Finish) -> None:
     spec = made.spec(f"data.sources={json.dumps([{'uri': f'{number:04d}.txt'} for number in range(300)])}")
     finish(spec=spec)
@@ -90,6 +92,7 @@ def test_a_spec_too_long_for_a_tag_is_whole_in_the_mlflow_run(home: Path, store:
     assert Path(path).read_text(encoding="utf-8") == dump_spec(spec)
 
 
+@pytest.mark.slow
 def test_registering_twice_changes_nothing(home: Path, store: Store, finish: Finish) -> None:
     finish()
     first = run(made.spec(), made.RUN_ID, store)
@@ -274,6 +277,7 @@ def test_a_challenger_needs_a_verdict_against_the_current_champion(home: Path, s
         run(made.spec("registration.promote=false"), OTHER, store)
 
 
+@pytest.mark.slow
 def test_a_verdict_against_version_1_of_another_mlflow_does_not_promote(
     home: Path, store: Store, finish: Finish, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,6 +377,7 @@ def test_killed_after_each_call_and_repeated_there_is_one_version(
     assert version.source == f"{store.url}/{EXPORT}".rstrip("/")
 
 
+@pytest.mark.slow
 def test_killed_while_the_model_is_described_and_repeated_it_is_whole(
     home: Path, store: Store, finish: Finish, tmp_path: Path
 ) -> None:

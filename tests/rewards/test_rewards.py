@@ -78,6 +78,7 @@ def test_code_passes_its_tests_in_a_process_of_its_own() -> None:
     assert "has no 'tests'" in missing.errors[0]
 
 
+@pytest.mark.slow
 def test_a_reward_of_user_code_costs_at_most_its_limits(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MINE, encoding="utf-8")
     texts = {"mine.py": source_text(MINE.encode())}

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from holdfast.code.closure import role_digest, source_text
 from holdfast.pipelines.chaos.proxy import FaultyProxy, answer, lose_reply, slow
 from holdfast.rollouts.records import Answer, recorded_steps, records_of_step
@@ -23,6 +25,7 @@ COMMON = ("training.grpo.group=2", "training.global_batch=8", "training.micro_ba
 FAULTY = f"""\
 import time
 from pathlib import Path
+import pytest
 
 def reward(record, answer):
     if Path(__file__).with_name("changed").exists():
@@ -84,6 +87,7 @@ def _killed_with_rewards(rank: int, size: int, url: str, folder: Path, runs: Run
     return train_with_code(rank, size, url, folder, runs, code)
 
 
+@pytest.mark.slow
 def test_rewards_that_fail_count_the_same_before_and_after_a_kill(store: Store, tmp_path: Path) -> None:
     """One hangs, one answers late, one raises. Each counts as `on_failure`, and recorded rewards stay."""
     code = tmp_path / "code"
@@ -121,6 +125,7 @@ def _of_store(
     return ranks._train_all(rank, size, url, folder, runs, False, signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_slow_store_changes_no_bit_and_one_that_is_away_ends_the_run(
     tmp_path: Path, s3_endpoint: str, s3_url: str
 ) -> None:

@@ -81,6 +81,7 @@ def require_equal_to_one_process(store: Store, folder: Path, layouts: dict[str, 
         assert (np.abs(norms / expected - 1) <= bound).all(), (name, norms, expected)
 
 
+@pytest.mark.slow
 def test_a_divided_model_learns_like_one_process_and_resumes_with_the_same_bits(store: Store, tmp_path: Path) -> None:
     require_equal_to_one_process(store, tmp_path, FAST, 2)
 

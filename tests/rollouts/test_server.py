@@ -253,6 +253,7 @@ def test_only_folders_of_older_weights_are_removed(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {names[0], names[3], "b" * 31 + "x", "notes"}
 
 
+@pytest.mark.slow
 def test_a_stopped_run_replays_the_answers_of_a_server(server: Server, tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path / 'store'}")
     write_prompts(store)
@@ -275,6 +276,7 @@ def test_a_stopped_run_replays_the_answers_of_a_server(server: Server, tmp_path:
     assert trained(store, spec, "again") == trained(store, spec)
 
 
+@pytest.mark.slow
 def test_a_killed_run_asks_again_only_for_what_it_did_not_record(server: Server, tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path / 'store'}")
     write_prompts(store)

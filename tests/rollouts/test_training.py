@@ -37,6 +37,7 @@ def overrides(*more: str) -> tuple[str, ...]:
     return (*FIELDS, *more)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_learns_from_the_same_answers(store: Store, tmp_path: Path) -> None:
     runs = [(overrides(*fields), salt, stop) for fields in VARIANTS for salt, stop in (("", None), ("cut", 1))]
     assert train_in_ranks(1, store.url, tmp_path / "first", runs) == ["", "PreemptedError"] * len(VARIANTS)
@@ -93,6 +94,7 @@ def test_sharded_models_answer_at_any_number_of_ranks_and_like_whole_ones(store:
     assert first == list(records_of_step(store, identity_of(spec), 1))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_with_an_environment_learns_from_the_same_answers(store: Store, tmp_path: Path) -> None:
     code = tmp_path / "code"
     fields = turns_fields(code)
@@ -118,6 +120,7 @@ def _of_another_generator(rank: int, size: int, url: str, folder: Path, runs: Ru
     return ranks._train_all(rank, size, url, folder, runs, False, signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_answers_that_another_plan_recorded_are_found_by_their_weights(store: Store, tmp_path: Path) -> None:
     """The weights before a checkpoint are gone, so their answers cannot be generated again."""
     runs = [(overrides(*LAG), salt, stop) for salt, stop in (("", None), ("cut", 1))]
@@ -175,6 +178,7 @@ def test_a_rank_killed_anywhere_in_a_step_changes_no_bit(store: Store, tmp_path:
         assert answers(store, spec, place) == answers(store, spec), "no prompt is lost or repeated"
 
 
+@pytest.mark.slow
 def test_records_are_collected_with_checkpoints(store: Store, tmp_path: Path) -> None:
     """Of the records, those of one step remain: the last one before the only checkpoint."""
     collected = overrides("training.grpo.keep_steps=1", "checkpoint.keep_last=1")

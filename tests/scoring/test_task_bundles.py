@@ -184,6 +184,7 @@ def test_code_of_answers_runs_with_its_tests(tmp_path: Path, monkeypatch: pytest
     assert (score.value, score.examples, score.higher_is_better) == (0.5, 4, True)
 
 
+@pytest.mark.slow
 def test_a_timeout_of_tests_is_a_wrong_answer_that_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

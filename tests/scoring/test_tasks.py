@@ -39,7 +39,6 @@ def write(folder: Path, config: dict[str, object], rows: list[dict[str, object]]
     return Task(uri=f"{folder}/task.yaml")
 
 
-@pytest.mark.slow
 def test_the_figures_are_those_of_the_librarys_own_model_of_the_export(tmp_path: Path) -> None:
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -96,6 +96,7 @@ def test_a_bound_that_is_not_met_does_not_bless(home: Path, store: Store, tmp_pa
         register(spec, result.run_id, store)
 
 
+@pytest.mark.slow
 def test_the_champion_is_scored_by_the_same_command(home: Path, store: Store, tmp_path: Path) -> None:
     path = write_spec(tmp_path / "code", scored(SIZE))
     registered(store, path)

@@ -170,6 +170,7 @@ def test_the_spec_of_a_trial_is_that_of_a_sweep_that_was_submitted_from_this_mac
         replayable_spec(store, find_run(store, "8" * 16))
 
 
+@pytest.mark.slow
 def test_a_run_is_replayed_by_its_ranks_and_a_changed_record_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

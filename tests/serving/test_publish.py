@@ -57,6 +57,7 @@ def registry() -> Iterator[Registry]:
         yield server
 
 
+@pytest.mark.slow
 def test_a_champion_is_served_and_a_rollback_serves_the_one_before(
     home: Path, s3_url: str, finish_in: FinishIn, cluster: Cluster, registry: Registry, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def erlang_c(servers: int, offered: float) -> float:
     return top / (sum(offered**k / math.factorial(k) for k in range(servers)) + top)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("servers", "load"), [(1, 0.8), (16, 0.9)])
 def test_the_mean_wait_of_an_mmc_queue_is_erlangs(servers: int, load: float) -> None:
     """Batch means give the standard error of a correlated series. The formula lies within four standard errors."""

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 CLUSTER = str(Path(__file__).parents[2] / "examples" / "clusters" / "mixed-1000.yaml")
 
 
@@ -32,6 +34,7 @@ def test_a_script_gets_the_figures_as_json_and_twice_the_same() -> None:
     assert json.loads(first)["policies"][0]["jobs"] == 200
 
 
+@pytest.mark.slow
 def test_an_unknown_policy_or_trace_is_a_wrong_command_line_or_not_found() -> None:
     unknown = simulate(CLUSTER, "synthetic:10", "-p", "magic")
     assert (unknown.returncode, "known are fifo" in unknown.stderr.replace("\n", " ")) == (2, True)
@@ -39,6 +42,7 @@ def test_an_unknown_policy_or_trace_is_a_wrong_command_line_or_not_found() -> No
     assert simulate(CLUSTER, "nowhere.csv").returncode == 15
 
 
+@pytest.mark.slow
 def test_emit_writes_a_policy_for_an_engine_with_its_expected_effect(tmp_path: Path) -> None:
     folder = tmp_path / "made"
     process = simulate(CLUSTER, "synthetic:300:1.2", "-p", "priority", "--emit", "kueue", "--to", str(folder))

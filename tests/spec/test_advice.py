@@ -67,6 +67,7 @@ def is_module(name: str) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_every_field_that_is_named_is_in_the_schema() -> None:
     paths = {name: path for name, path in named() if name not in NO_FIELDS and not is_module(name)}
     assert len(paths) > 50

@@ -385,6 +385,7 @@ def test_any_text_is_a_spec_or_refused(text: str, overrides: list[str]) -> None:
     outcome(text, overrides)
 
 
+@pytest.mark.slow
 @relaxed
 @given(st.lists(st.tuples(paths, values), max_size=4))
 def test_any_value_in_any_field_is_accepted_or_refused_reproducibly(changes) -> None:
@@ -402,6 +403,7 @@ def test_any_override_is_accepted_or_refused(changes) -> None:
     outcome(strict_yaml.write(RIGHT), [f"{path}={text}" for path, text in changes])
 
 
+@pytest.mark.slow
 @relaxed
 @given(st.text(st.characters(codec="utf-8"), max_size=50))
 def test_any_text_in_a_field_survives_the_round_trip(text: str) -> None:

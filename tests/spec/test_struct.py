@@ -62,6 +62,7 @@ def spec_with(changes: list[tuple[str, Any]]) -> Spec | None:
         return None
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(FIELDS), values), max_size=3))
 def test_a_spec_arrives_at_the_steps_as_it_was_written(changes: list[tuple[str, Any]]) -> None:

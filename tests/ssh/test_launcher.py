@@ -66,6 +66,7 @@ def connections() -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_machine_of_the_file_takes_the_place_of_one_that_does_not_answer(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -77,6 +78,7 @@ def test_a_machine_of_the_file_takes_the_place_of_one_that_does_not_answer(
     assert "Welcome!" not in lines
 
 
+@pytest.mark.slow
 def test_the_code_and_the_machine_of_the_cause_are_reported(tmp_path: Path) -> None:
     ending = run(tmp_path, job("202", "12"), "first", "second")
     assert (ending.code, ending.rank, ending.node, ending.elsewhere) == (ExitCode.DIVERGED, 1, 1, False)
@@ -101,6 +103,7 @@ def test_a_machine_with_another_version_is_named(tmp_path: Path, monkeypatch: py
         run(tmp_path, job("0"), "first")
 
 
+@pytest.mark.slow
 def test_a_stop_lets_the_ranks_save(tmp_path: Path) -> None:
     launcher, log = launcher_of(tmp_path, "first"), tmp_path / "logs/launch-000001.log"
     with stopped_when(launcher.stop, lambda: log.exists() and "ready" in log.read_text()):
@@ -109,6 +112,7 @@ def test_a_stop_lets_the_ranks_save(tmp_path: Path) -> None:
     assert launcher.run(job("0")).code == ExitCode.TERMINATED  # nothing starts any more
 
 
+@pytest.mark.slow
 def test_a_lost_connection_ends_the_ranks_of_its_machine(tmp_path: Path) -> None:
     launcher, log = launcher_of(tmp_path, "first"), tmp_path / "logs/launch-000001.log"
     pids: list[int] = []

@@ -22,6 +22,7 @@ store.put("child", store.get("k"))
 """
 
 
+@pytest.mark.slow
 def test_of_many_threads_exactly_one_takes_a_key(store: Store) -> None:
     with ThreadPoolExecutor(16) as pool:
         won = list(pool.map(lambda n: store.put_if_absent("claim", b"writer %d" % n), range(48)))
@@ -52,6 +53,7 @@ def _claim(url: str, number: int) -> bool:
     return open_store(url).put_if_absent("claim", b"process %d" % number)
 
 
+@pytest.mark.slow
 def test_a_counter_loses_no_increment_of_many_threads(store: Store) -> None:
     store.compare_and_swap("counter", b"0", None)
     met = threading.Barrier(8)

@@ -66,6 +66,7 @@ def dies_at(step: int, work: Callable[[], object]) -> bool:
     return os.WIFSIGNALED(os.waitpid(child, 0)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("operation", ["put", "put_if_absent", "compare_and_swap", "upload"])
 def test_a_writer_killed_at_any_step_leaves_the_old_or_the_new_object_whole(tmp_path: Path, operation: str) -> None:
     (tmp_path / "source").write_bytes(NEW)

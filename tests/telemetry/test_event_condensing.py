@@ -103,6 +103,7 @@ def test_a_follower_that_meets_a_long_run_gets_the_rest_event_by_event(
     assert [event.number for event in follower.new()] == [10_000]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [4000, 2**20])
 def test_the_file_of_a_machine_is_read_in_batches_and_condensed_too(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, batch: int

@@ -113,6 +113,7 @@ def test_a_writer_that_speaks_again_after_its_segment_was_folded_loses_nothing(s
     assert sorted(texts(read_events(store, RUN))) == sorted([*previous, *(f"3.{number}" for number in range(5, 9))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kill", [True, False])
 def test_a_fold_that_dies_anywhere_loses_no_event(store: Store, clock: Clock, kill: bool) -> None:
     launches(store, 0, FOLD)

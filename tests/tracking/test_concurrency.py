@@ -67,6 +67,7 @@ def bare_run(home: Path, run_id: str) -> str:
     return str(client.create_run(experiment, tags={"holdfast.run_id": run_id}).info.run_id)
 
 
+@pytest.mark.slow
 def test_two_that_write_every_row_at_the_same_moment_register_one_version(
     home: Path, store: Store, finish: Finish
 ) -> None:
@@ -112,6 +113,7 @@ def register_two_concurrently(store: Store, finish: Finish) -> str:
     return registration.tracking
 
 
+@pytest.mark.slow
 def test_one_of_two_concurrently_registered_models_is_champion_and_the_other_needs_comparison(
     home: Path, store: Store, finish: Finish
 ) -> None:

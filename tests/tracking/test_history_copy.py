@@ -129,6 +129,7 @@ def test_trackio_has_each_row_once_after_ten_kills(store: Store, tmp_path: Path)
     assert [(step, pytest.approx(when, abs=1e-6), values) for step, when, values in expected(3 * KILLS)] == found
 
 
+@pytest.mark.slow
 def test_a_row_that_no_checkpoint_commits_is_not_copied(store: Store, tmp_path: Path) -> None:
     made.write_history(store, 0, 2)
     tracker = opened("wandb", store)

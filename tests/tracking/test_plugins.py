@@ -90,6 +90,7 @@ def test_a_failure_of_a_plugin_has_the_code_of_what_it_means(root: str, code: Ex
     assert error.value.exit_code == code
 
 
+@pytest.mark.slow
 def test_a_client_that_waits_for_credentials_is_left_after_a_bound(
     home: Path, store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -56,6 +56,7 @@ def mlflow(postgresql: str, template: str, bare_home: Path, monkeypatch: pytest.
     monkeypatch.setenv("MLFLOW_TRACKING_URI", create_database(postgresql, template))
 
 
+@pytest.mark.slow
 def test_two_concurrent_clients_of_an_empty_database_both_find_its_tables(
     postgresql: str, bare_home: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +81,7 @@ def test_a_tracked_run_has_every_step_once(mlflow: None, store: Store) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_two_that_register_one_run_at_the_same_moment_make_one_version(
     mlflow: None, bare_home: Path, store: Store, finish: Finish
 ) -> None:
@@ -91,12 +93,14 @@ def test_two_that_register_one_run_at_the_same_moment_make_one_version(
     assert connect().get_run(bare).data.tags["holdfast.dataset_id"] == made.DATASET_ID
 
 
+@pytest.mark.slow
 def test_two_concurrently_registered_models_get_two_versions_and_keep_the_champion(
     mlflow: None, store: Store, finish: Finish
 ) -> None:
     assert PASSWORD not in register_two_concurrently(store, finish)
 
 
+@pytest.mark.slow
 def test_two_concurrently_registered_challengers_get_two_versions(mlflow: None, store: Store, finish: Finish) -> None:
     finish()
     finish(made.OTHER)

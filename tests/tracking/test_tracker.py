@@ -89,6 +89,7 @@ def test_the_mlflow_run_has_the_parameters_tags_and_dataset_of_the_run(
     assert not (tmp_path / "mlruns").exists()
 
 
+@pytest.mark.slow
 def test_syncing_again_and_from_elsewhere_copies_only_what_is_new(home: Path, store: Store) -> None:
     made.write_history(store, 0, 400)  # more than two batches
     tracker = opened(store)
@@ -162,6 +163,7 @@ def test_numbers_that_are_not_finite_are_copied(home: Path, store: Store) -> Non
     assert math.isnan(loss.value)
 
 
+@pytest.mark.slow
 def test_concurrent_trackers_of_a_new_mlflow_share_one_run(bare_home: Path, store: Store) -> None:
     made.write_history(store, 0, 300)
     processes = [start(store), start(store), start(store)]
@@ -178,6 +180,7 @@ def test_concurrent_trackers_of_a_new_mlflow_share_one_run(bare_home: Path, stor
     assert_holds_each_step_once(tracker, 300)
 
 
+@pytest.mark.slow
 def test_a_syncer_killed_in_the_middle_leaves_neither_gaps_nor_duplicates(home: Path, store: Store) -> None:
     last_step = 1000  # six batches
     made.write_history(store, 0, last_step)
@@ -320,6 +323,7 @@ def test_a_document_too_long_for_a_tag_is_stored_as_an_artifact(home: Path, stor
     assert Path(path).read_text(encoding="utf-8") == long
 
 
+@pytest.mark.slow
 def test_mlflow_prints_nothing_and_sends_no_telemetry(bare_home: Path) -> None:
     code = (
         "from holdfast.runtime.logs import configure_logging; configure_logging()\n"

@@ -89,6 +89,7 @@ def tensors_equal(store: Store, overrides: tuple[str, ...], one: int, other: int
     return all(torch.equal(pair[0].tensor(name), pair[1].tensor(name)) for name in pair[0].tensors)
 
 
+@pytest.mark.slow
 def test_a_bad_step_is_skipped_rewound_or_fatal_on_all_ranks(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")
     skip, rewind = (*SKIP, *TWO, *EVERY), (*REWIND, *TWO, "checkpoint.keep_last=20")

@@ -39,6 +39,7 @@ def test_a_growing_batch_reads_every_sample_of_an_epoch_once(tmp_path: Path) -> 
     assert np.array_equal(grown.batch(5, lambda size: slice(size // 2, size)), grown.batch(5)[3:])
 
 
+@pytest.mark.slow
 def test_a_run_whose_batch_grows_has_the_same_bits_after_an_end(tmp_path: Path) -> None:
     store, two = new_store(tmp_path / "store"), (*RAMP, "parallel.processes=2")
     runs: Runs = [(two, "whole", None), (two, "left", 5), (two, "left", None)]

@@ -62,6 +62,7 @@ def one_alone(kind: str) -> Runs:
     return [((*spec_of(kind), "parallel.processes=1"), "whole", None)]
 
 
+@pytest.mark.slow
 def test_the_compression_error_of_gradients_is_part_of_the_state(tmp_path: Path) -> None:
     store, kinds = new_store(tmp_path / "store"), ("powersgd", "topk")
     losses = train(store, tmp_path / "ranks", kinds)
@@ -122,6 +123,7 @@ def test_the_largest_elements_are_chosen_and_the_first_of_equal_ones(
     assert largest(torch.tensor(elements), count).tolist() == places
 
 
+@pytest.mark.slow
 def test_every_kind_has_the_bits_of_plain_arithmetic(tmp_path: Path) -> None:
     """Half precision: each rank's gradient is rounded, and the mean is computed in that precision. Thin matrices: the
     reference is torch's own hook in a plain loop, also for matrices that are thicker than wide and sent whole. Their

@@ -100,6 +100,7 @@ def _steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> l
     return results
 
 
+@pytest.mark.slow
 def test_every_layout_learns_the_likeliest_tokens_of_the_teacher(tmp_path: Path, teacher: Path) -> None:
     cold, warm = reference(teacher), reference(teacher, 2.0)
     for size in (1, 2):

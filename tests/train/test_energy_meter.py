@@ -59,6 +59,7 @@ def test_a_machine_without_the_driver_reports_the_nvml_error() -> None:
     assert meter.read() == Figures()
 
 
+@pytest.mark.slow
 def test_the_binding_finds_the_driver_where_the_loader_does(library: Path, tmp_path: Path) -> None:
     folder = Driver(tmp_path / "figures").folder
     environment = {**os.environ, "LD_LIBRARY_PATH": str(library.parent), FIGURES: str(folder)}

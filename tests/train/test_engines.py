@@ -85,7 +85,6 @@ def ulps(one: np.ndarray, other: np.ndarray) -> int:
     return int(np.abs(one.view(np.int32).astype(np.int64) - other.view(np.int32)).max())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "precision"), BOTH)
 def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
     store: Store, strategy: str, precision: str
@@ -94,7 +93,6 @@ def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
     assert trained(store, spec, salt_of(strategy, "stopped")) == trained(store, spec, salt_of(strategy))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES[1:])
 def test_every_engine_walks_down_the_same_loss_curve(store: Store, strategy: str) -> None:
     reference = losses(store, tiny_spec(*overrides("ddp")))
@@ -241,7 +239,6 @@ def _random_state(boxes: Sequence[TensorBox]) -> None:
         box.data.normal_()
 
 
-@pytest.mark.slow
 def test_zero_loads_and_saves_its_own_shards_without_a_tensor_larger_than_one_parameter(tmp_path: Path) -> None:
     results = in_ranks(2, _load_and_save, tmp_path, seconds=300)
     for state, part, parameter, largest, _ in results:

@@ -124,6 +124,7 @@ def train_all(tmp_path: Path, layouts: dict[str, tuple[tuple[str, ...], tuple[st
     return store
 
 
+@pytest.mark.slow
 def test_a_mixture_is_the_same_model_for_any_expert_placement_and_resumes_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

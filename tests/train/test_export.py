@@ -94,6 +94,7 @@ def test_an_export_is_the_model_of_the_checkpoint(store: Store, tmp_path: Path) 
     assert load_exported(tmp_path)[0].vocabulary == VOCABULARY
 
 
+@pytest.mark.slow
 def test_an_export_that_fails_at_any_operation_resumes_with_the_same_bytes(folder_store: Store, tmp_path: Path) -> None:
     manifest = saved(folder_store)
     whole = BreakingStore(folder_store, kill=False)

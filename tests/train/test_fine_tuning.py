@@ -64,7 +64,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Store, dict[str, tup
     return store, cases
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_a_disturbed_run_ends_with_the_bits_of_one_that_was_not_and_its_export_loads_in_transformers(
     tmp_path: Path, runs: tuple[Store, dict[str, tuple[str, ...]]], name: str

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
@@ -87,6 +88,7 @@ def test_one_process_has_the_bits_of_a_plain_loop(tmp_path: Path) -> None:
         assert torch.equal(torch.from_numpy(array), weights[name]), name
 
 
+@pytest.mark.slow
 def test_replicas_shards_and_cut_matrices_have_the_norms_of_whole_tensors(tmp_path: Path) -> None:
     runs = [("parallel.strategy=ddp",), ("parallel.strategy=fsdp",), ("parallel.tensor=2",)]
     results = in_ranks(2, _engine_steps, tmp_path / "r", runs, seconds=300)
@@ -105,6 +107,7 @@ def overrides_of(ranks: int, strategy: str, level: str, *more: str) -> tuple[str
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_number_of_ranks_shows_under_elastic_determinism_and_no_interruption(tmp_path: Path) -> None:
     store, results = new_store(tmp_path / "store"), {}
     kinds = [("ddp", *MIXTURE), ("fsdp",), ("fsdp", *MIXTURE)]

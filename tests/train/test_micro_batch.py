@@ -104,6 +104,7 @@ def test_the_fastest_is_chosen_and_of_equally_fast_ones_the_largest() -> None:
     assert fastest({1: 3.0, 2: 1.0, 4: 1.015, 8: 1.05}) == 4
 
 
+@pytest.mark.slow
 def test_a_trial_measures_records_its_choice_once_and_leaves_no_marks(store: Store, tmp_path: Path) -> None:
     spec = tiny_spec(AUTO)
     identity = run_id(spec, DATASET_ID)
@@ -120,6 +121,7 @@ def test_a_trial_measures_records_its_choice_once_and_leaves_no_marks(store: Sto
     assert with_recorded_micro_batch(tiny_spec(AUTO, "parallel.processes=2"), identity, store) is None
 
 
+@pytest.mark.slow
 def test_a_candidate_without_memory_ends_the_trial_and_not_the_run(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,6 +107,7 @@ def _update_in_ranks(
     return results
 
 
+@pytest.mark.slow
 def test_parts_of_matrices_and_distributed_experts_take_the_bits_of_whole_ones(tmp_path: Path) -> None:
     runs = [
         ("parallel.strategy=fsdp",),
@@ -131,6 +132,7 @@ def overrides_of(ranks: int, strategy: str, *more: str) -> tuple[str, ...]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_no_number_of_ranks_shows_under_elastic_determinism_and_no_interruption(tmp_path: Path) -> None:
     store, kinds = new_store(tmp_path / "store"), [("ddp", *MIXTURE), ("fsdp",), ("fsdp", *MIXTURE)]
     for ranks, salt, stop in ((1, "one", None), (3, "several", 2), (2, "several", None)):

@@ -87,6 +87,7 @@ def _weights(store: Store, spec: Any, salt: str, step: int) -> dict[str, torch.T
     return {name: checkpoint.tensor(name) for name in checkpoint.tensors}
 
 
+@pytest.mark.slow
 def test_frozen_parameters_and_averages_are_state_and_no_layout_or_interruption_shows(tmp_path: Path) -> None:
     store, strategies = new_store(tmp_path / "store"), ("ddp", "fsdp")
     for ranks, salt, stop in ((1, "one", None), (3, "several", 2), (2, "several", None)):
@@ -118,6 +119,7 @@ def test_frozen_parameters_and_averages_are_state_and_no_layout_or_interruption_
         assert torch.equal(torch.cat(list(rows(FROZEN[0]))), states[-1][FROZEN[0]])
 
 
+@pytest.mark.slow
 def test_shards_of_a_tensor_mesh_keep_the_average_of_whole_weights(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")
     more = (

@@ -20,6 +20,7 @@ from tests.train.tiny_run import DATASET_ID, new_store, tiny_spec
 SHORT = ("training.steps=6", "checkpoint.every_steps=100")
 
 
+@pytest.mark.slow
 def test_a_promoted_trial_has_the_bits_and_the_scores_of_the_run_made_alone(tmp_path: Path) -> None:
     store, spec, measured = new_store(tmp_path / "store"), tiny_spec(*SHORT), (*SHORT, "evaluation.every_steps=2")
     trial: Runs = [(SHORT, "trial", None)]

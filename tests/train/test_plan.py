@@ -91,7 +91,6 @@ def test_an_exact_run_refuses_a_changed_environment_and_accepts_it_with_replan(t
     ]
 
 
-@pytest.mark.slow
 def test_another_micro_batch_is_the_same_run_and_refused_before_a_gang_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -166,6 +166,7 @@ def _train_looking_first(*arguments: Any) -> list[str]:
     return _train_all(*arguments)
 
 
+@pytest.mark.slow
 def test_a_profile_changes_no_bit(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec()
     ask(store, identity_of(spec, "profiled"), Window.of("5"))

@@ -17,6 +17,7 @@ from tests.train.tiny_run import new_store, tiny_spec, train_once
 LAYOUT = ("parallel.processes=2", "parallel.strategy=fsdp", "checkpoint.keep_last=9", "checkpoint.every_steps=4")
 
 
+@pytest.mark.slow
 def test_a_replay_is_equal_names_what_was_recorded_otherwise_and_refuses_another_machine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

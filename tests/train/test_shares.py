@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from holdfast.engines.grid import Grid, PartialSums, root
@@ -61,6 +62,7 @@ def _train(rank: int, size: int, url: str, folder: Path) -> list[int]:
     return counts
 
 
+@pytest.mark.slow
 def test_a_slow_rank_computes_fewer_micro_batches_and_the_bits_are_equal(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")
     (fast, slow) = in_ranks(2, _train, store.url, tmp_path, seconds=120)

@@ -75,6 +75,7 @@ DECIDING = (
 )
 
 
+@pytest.mark.slow
 def test_training_bits_are_those_without_evaluations_and_figures_are_those_of_the_whole_model(tmp_path: Path) -> None:
     store = new_store(tmp_path / "store")
     runs: Runs = [
@@ -108,6 +109,7 @@ def test_training_bits_are_those_without_evaluations_and_figures_are_those_of_th
     assert list_pins(store, identity) == []
 
 
+@pytest.mark.slow
 def test_a_killed_run_stops_at_the_same_step_with_the_same_best_checkpoint(tmp_path: Path) -> None:
     store, spec = new_store(tmp_path / "store"), tiny_spec(*DECIDING)
     runs: Runs = [(DECIDING, "calm", None)]

@@ -225,6 +225,7 @@ def _train_with_a_slow_rank(rank: int, size: int, url: str, folder: Path, slow: 
         assert _train_all(rank, size, url, folder, [(tuple(overrides), "", None)], False, signal.SIGTERM) == [""]
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_within_twenty_steps_with_the_phase_that_is_slow(tmp_path: Path) -> None:
     knobs = ["parallel.processes=2", "training.steps=26"]
     runs = [("data", [*knobs, "parallel.strategy=ddp"]), ("forward", [*knobs, "parallel.strategy=fsdp"])]

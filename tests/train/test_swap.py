@@ -112,7 +112,6 @@ def test_a_run_with_weights_on_a_disk_has_the_bits_of_one_that_offloads_nothing(
     assert digests[0] == digests[1]
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
 def test_weights_that_a_disk_did_not_keep_end_the_step(tmp_path: Path) -> None:
     assert in_ranks(1, _lose_weights, tmp_path) == [3]

@@ -77,6 +77,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_ends_the_attempt_and_the_next_one_resumes_with_free_space(
     tmp_path: Path, small_disk: Path
 ) -> None:

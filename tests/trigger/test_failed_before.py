@@ -94,6 +94,7 @@ def test_preprocess_itself_refuses_text_of_which_nothing_can_be_held_out(spec: S
     assert preprocess(spec, store.url, trials="[[], []]").result["dataset_id"] == identify(spec)  # they may differ
 
 
+@pytest.mark.slow
 def test_preprocess_itself_refuses_a_source_shorter_than_one_sample(spec: Spec, tmp_path: Path) -> None:
     for number in range(40):
         (tmp_path / f"short-{number}.txt").write_text(f"a few words of document {number}")

@@ -191,6 +191,7 @@ def test_the_step_and_the_command_make_the_same_decision(world: Path, champion: 
     assert (world / "outputs/reason").read_text() == step_decision["reason"]
 
 
+@pytest.mark.slow
 def test_asking_when_nothing_changed_is_quick(world: Path, champion: Path) -> None:
     home = environment(champion / "home")
     command = [sys.executable, "-X", "importtime", "-m", "holdfast.components.trigger", "--spec=spec.yaml"]

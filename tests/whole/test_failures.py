@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.whole.small import holdfast, objects, only, write_corpus, write_spec
 
 
+@pytest.mark.slow
 def test_bad_data_fails_with_its_code_its_reason_and_a_summary(tmp_path: Path) -> None:
     write_corpus(tmp_path)
     (tmp_path / "corpus/bad.txt").write_bytes(b"not \xff\xfe text")

@@ -30,7 +30,8 @@ from tests.whole.small import ROOT, environment, held, hold, holdfast, objects, 
 
 PATIENCE = 300.0  # seconds
 BEYOND_A_SAVE = 3  # steps after which training waits
-pytestmark = pytest.mark.timeout(1200)  # more than an undisturbed run and all its waits may take
+# An undisturbed run and all its waits take less.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 HEAVY = ("torch", "kfp", "mlflow", "tokenizers", "pyarrow", "transformers")
 
 
@@ -98,7 +99,6 @@ def test_a_collector_of_traces_has_one_trace_of_the_run_and_all_its_steps(
         assert parents[by_name[name].parent_span_id] == within
 
 
-@pytest.mark.slow
 def test_kfp_itself_gives_the_compiled_pipeline_the_same_outcomes_and_bits(
     tmp_path: Path, done: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:

@@ -40,6 +40,7 @@ def test_verification_reads_an_intact_checkpoint_completely(saved: Store) -> Non
     assert [read for read, _ in progress] == sorted(read for read, _ in progress)
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_pack_or_an_index_passes(saved: Store) -> None:
     for folder in ("packs", "indexes"):
         for name in names(saved, folder):

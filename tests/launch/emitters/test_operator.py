@@ -71,6 +71,7 @@ def start(thing: dict, node: int, port: int, folder: Path) -> subprocess.Popen[s
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("fewest", "deeds", "codes"), [
     (2, ["0:0", "1:0"], {0}), (1, ["0:0", "1:0"], {0}), (2, ["0:12", "1:peer"], {12, 143, 202}),
 ], ids=["static", "elastic", "permanent failure"])  # fmt: skip
@@ -93,6 +94,7 @@ def test_the_containers_meet_and_end_with_a_code_of_the_table(
     assert all(f"rank {rank} " in everything for rank in (0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("most", "node"), [(2, 0), (2, 1), (3, 1)], ids=["the first", "another", "elastic"])
 def test_a_node_whose_peer_never_joins_ends_with_a_rendezvous_timeout(tmp_path: Path, most: int, node: int) -> None:
     spec = parse_spec(

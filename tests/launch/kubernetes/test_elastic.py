@@ -81,6 +81,7 @@ raise SystemExit(204)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rank", "lives", "code", "pods"),
     [(1, [KILLED, DONE], ExitCode.OK, 2), (1, [KILLED], ExitCode.KILLED, 3), (0, [KILLED], ExitCode.KILLED, 1),

@@ -135,6 +135,7 @@ def test_a_queued_job_waits_without_a_timeout_and_logs_it_once(
     assert running.end().code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["later", "before anybody looks", "before anybody sees the pods go"])
 def test_a_job_that_its_queue_suspends_resumes_as_the_same_job(cluster, tmp_path, when: str) -> None:
     marker = tmp_path / "reported"

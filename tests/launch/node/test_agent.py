@@ -228,6 +228,7 @@ def test_an_invalid_message_restarts_the_agent_and_the_saves_of_the_ranks_succee
     node.wait_for(0, "3 done 65536")
 
 
+@pytest.mark.slow
 def test_the_agent_and_the_ranks_die_with_their_fork_server(tmp_path: Path) -> None:
     server = WarmServer.spawn([MODULE])
     node = Node(server, tmp_path)

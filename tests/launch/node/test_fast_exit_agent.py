@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from holdfast.launch.exits import FOLDER_VARIABLE, RankExit, read_ranks
 from holdfast.launch.node import fast_exit_agent
 from holdfast.launch.node.fast_exit_agent import SAVING_SECONDS, end_survivors, wait_for_end
@@ -26,6 +28,7 @@ from tests.launch.test_local import job
 LONG = 60.0  # seconds; no test waits that long
 DEAF = """
 import faulthandler, os, signal, sys, time
+import pytest
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 for folder in sys.argv[1:]:
     faulthandler.register(signal.SIGUSR1, open(f"{folder}/{os.getpid()}.stacks", "wb", buffering=0))
@@ -83,6 +86,7 @@ def test_a_wait_ends_with_the_first_process_and_leaves_no_descriptor_open() -> N
         timer.join()
 
 
+@pytest.mark.slow
 def test_a_wait_ends_with_a_process_that_was_forked_warm() -> None:
     server = WarmServer.spawn(["tests.launch.child"])
     try:
@@ -165,6 +169,7 @@ def test_a_responsive_survivor_gets_only_sigterm() -> None:
         assert listener.poll() == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_gang_whose_rank_was_killed_does_not_wait_half_a_minute_for_one_that_hangs(tmp_path: Path) -> None:
     assert launched(tmp_path, job("ignore", "kill")).code == 137
     (message,) = (

@@ -42,6 +42,7 @@ def has_formed(store: Store, rank: int) -> bool:
     return any(stream.attempt for stream in rank_streams(store, RUN, rank))
 
 
+@pytest.mark.slow
 def test_the_output_of_every_rank_is_in_the_store_with_its_exit(tmp_path: Path, store: Store) -> None:
     ending = launched(tmp_path, job(store.url, "peer", "kill"))
     assert ending.code == 137
@@ -65,6 +66,7 @@ def test_a_traceback_is_kept_whole(tmp_path: Path, store: Store) -> None:
     assert lines[-1] == "RuntimeError: a bug"
 
 
+@pytest.mark.slow
 def test_a_log_is_readable_while_the_rank_runs(tmp_path: Path, store: Store) -> None:
     launcher, endings = LocalLauncher(tmp_path / "logs"), []
     thread = threading.Thread(target=lambda: endings.append(launcher.run(job(store.url, "save", "save"))))
@@ -81,6 +83,7 @@ def test_a_log_is_readable_while_the_rank_runs(tmp_path: Path, store: Store) -> 
     assert stream_of(store, 1).code == 204
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("store_url", ["s3"], indirect=True)
 def test_when_torchrun_is_killed_what_was_kept_can_be_read(tmp_path: Path, store: Store) -> None:
     launcher = LocalLauncher(tmp_path / "logs")
@@ -163,6 +166,7 @@ def test_ranks_that_work_on_no_run_are_only_passed_on(tmp_path: Path) -> None:
     assert "rank 0 leaves: 0" in (tmp_path / "logs" / "launch-000001.log").read_text()
 
 
+@pytest.mark.slow
 def test_ranks_that_start_cold_are_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After torch was imported with threads, nothing can be forked."""
     store = open_store(f"file://{tmp_path / 'store'}")

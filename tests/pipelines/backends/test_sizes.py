@@ -81,6 +81,7 @@ def test_any_other_overlong_parameter_is_reported(long: RunRequest) -> None:
     assert [problem.field for problem in error.value.problems] == [name]
 
 
+@pytest.mark.slow
 def test_trials_that_no_argument_holds_are_refused() -> None:
     trials = tuple((f"model.init_from={'x' * 3000}{number}",) for number in range(64))
     with pytest.raises(SpecError, match="trials: takes"):

@@ -161,6 +161,7 @@ def test_a_checkpoint_exported_for_torch_is_imported_as_a_new_run(saved: Store, 
     assert all(name.startswith("optimizer.") for name in difference["only_other"])
 
 
+@pytest.mark.slow
 def test_a_pin_protects_and_is_listed_until_it_is_removed(tmp_path: Path) -> None:
     store = open_store(f"file://{tmp_path / 'store'}")
     writer = checkpointer(store, keep_last=1)

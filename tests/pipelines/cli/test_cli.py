@@ -244,6 +244,7 @@ def test_an_empty_list_of_runs_has_the_command_that_starts_one(tmp_path: Path) -
     assert "holdfast run" in result.stdout
 
 
+@pytest.mark.slow
 def test_an_unknown_run_and_an_unknown_model_are_not_found(tmp_path: Path) -> None:
     assert holdfast(tmp_path, "show", "abcd").returncode == 15
     assert holdfast(tmp_path, "models", "generate", "abcd", "hello").returncode == 15

@@ -13,6 +13,7 @@ from holdfast.pipelines.cli import entry
 from holdfast.pipelines.view.health import print_report
 
 
+@pytest.mark.slow
 def test_this_machine_is_probed_and_the_report_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
     arguments = ["health", "--processes", "1", "--seconds", "0.1", "--store", str(tmp_path / "store"), "--json"]
@@ -27,6 +28,7 @@ def test_this_machine_is_probed_and_the_report_printed(tmp_path: Path, monkeypat
     assert set(report.measured[0].rates) == {"compute", "memory", "disk", "store"}
 
 
+@pytest.mark.slow
 def test_a_missing_accelerator_ends_with_its_exit_code_and_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

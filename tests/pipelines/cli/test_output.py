@@ -28,6 +28,7 @@ def shell(script: str, home: Path, *command: str) -> subprocess.CompletedProcess
     return subprocess.run(argv, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script",
     [

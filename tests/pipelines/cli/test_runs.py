@@ -205,6 +205,7 @@ def test_commands_that_print_data_print_json(spec: Path) -> None:
     assert json.loads(holdfast("runs", "--json").stdout) == []
 
 
+@pytest.mark.slow
 def test_no_command_of_the_control_plane_imports_torch() -> None:
     commands = [
         ["--version"], ["runs"], ["show", "x"], ["show", "x", "--steps"], ["logs", "x"], ["stop", "x"], ["resume", "x"],

@@ -46,6 +46,7 @@ def get(url: str, password: str = "", method: str = "GET", body: object = None) 
         return error.code, b""
 
 
+@pytest.mark.slow
 def test_the_ui_requires_its_password_and_leaves_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     empty_mlflow.place(tmp_path)
     database = f"sqlite:///{(tmp_path / 'mlflow.db').rename(tmp_path / 'a-secret-name.db')}"

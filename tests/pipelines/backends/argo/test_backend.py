@@ -278,6 +278,7 @@ def test_the_beginning_of_several_ids_cancels_none_of_them(server: ApiServer, ar
     assert argo.status("3f2b").id == names[1]
 
 
+@pytest.mark.slow
 def test_however_often_a_run_of_a_long_name_has_failed_argo_takes_the_name_of_the_next_one(
     server: ApiServer, argo: Argo
 ) -> None:

@@ -16,6 +16,7 @@ from tests import empty_mlflow
 from tests.pipelines.backends.argo.emulator import LOST, Argo, Workflow
 from tests.whole.small import environment, objects, only, write_corpus, write_spec
 
+pytestmark = pytest.mark.slow  # the fixture trains and registers a model
 NAME = "holdfast-small"
 STEPS = ("preprocess", "train", "evaluate", "register")
 

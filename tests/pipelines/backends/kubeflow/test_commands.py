@@ -55,6 +55,7 @@ def holdfast(*arguments: str | Path) -> Result:
     return result
 
 
+@pytest.mark.slow
 def test_from_upload_to_cancel(there: KubeflowServer, spec: Path) -> None:
     assert re.fullmatch(
         r"small \d{4}-\d\d-\d\d-(\w{7,8}-(dirty-)?)?[0-9a-f]{16}: uploaded\n  http://\S+/#/pipelines/details/\S+\n",
@@ -150,6 +151,7 @@ def test_a_step_that_is_none_is_a_usage_error(there: KubeflowServer) -> None:
     assert holdfast("logs", "abc", "--step", "trian").exit_code == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "environment", "code", "message"),
     [

@@ -79,6 +79,7 @@ def test_a_run_of_the_former_schedule_continues_and_the_next_call_deletes_the_sc
     assert kubeflow.killed == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["drop", 403])  # a schedule whose answer is lost exists before the deletion
 def test_killed_at_any_request_a_change_is_finished_by_the_next_call(kubeflow: KubeflowServer, fault: Fault) -> None:
     def changed(name: str) -> tuple[Scheduled, Scheduled]:

@@ -135,6 +135,7 @@ def test_at_the_same_moment_one_run_stays(kubeflow: KubeflowServer, monkeypatch:
     assert pending == run_ids[:1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("faults", [(429, 500), ("lose", "lose")], ids=["refused", "lost"])
 def test_every_request_may_fail_once_and_nothing_is_made_twice(
     kubeflow: KubeflowServer, faults: tuple[Fault, Fault], monkeypatch: pytest.MonkeyPatch

@@ -57,6 +57,7 @@ def test_a_step_prints_behind_its_name_and_ends_with_its_code_and_its_result(
     assert capsys.readouterr().out == "[evaluate-2] evaluate name: a\n[evaluate-2] without its end\n"
 
 
+@pytest.mark.slow
 def test_a_step_whose_worker_is_killed_gets_a_shutdown_request(tmp_path: Path) -> None:
     command = [sys.executable, "-c", STARTS, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as starter:
@@ -67,6 +68,7 @@ def test_a_step_whose_worker_is_killed_gets_a_shutdown_request(tmp_path: Path) -
     assert (tmp_path / "left").read_text() == "stopped"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", ["before", "by a signal", "by the end of its maker"])
 def test_a_stopped_run_runs_only_its_exit_handler(stopped: str, tmp_path: Path) -> None:
     (outcomes := tmp_path / worker.OUTCOMES_FOLDER).mkdir()
