@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import inspect
 import os
@@ -22,6 +23,7 @@ from xdist.scheduler import LoadFileScheduling
 from holdfast.pipelines.chaos.s3 import S3Server
 from holdfast.store import Store, open_store
 
+gc.disable()  # until all test files are imported: they make a million objects that live to the end
 os.environ["DVC_NO_ANALYTICS"] = "true"  # tests send no usage data
 # The duration of an example depends on the load of the machine, not on the code.
 hypothesis.settings.register_profile(
@@ -96,6 +98,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     long = Counter(item.path for item in items if is_long(item))
     # Stable: the tests of a file stay together, in order.
     items.sort(key=lambda item: (rank_of(item.nodeid), -long[item.path]))
+
+
+def pytest_collection_finish() -> None:
+    """Collect garbage again, but never look at the modules of tests."""
+    gc.freeze()
+    gc.enable()
 
 
 def _file_of(nodeid: str) -> str:

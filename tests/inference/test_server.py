@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import peft
 import pytest
 import torch
 import transformers
@@ -121,6 +120,8 @@ def test_a_stop_sequence_ends_the_text_before_it(url: str) -> None:
 
 def test_an_adapter_is_selected_by_its_name(model: AnsweringModel, tmp_path: Path) -> None:
     """peft writes the adapter, and computes with it."""
+    import peft  # takes seconds
+
     folder = tiny_export(tmp_path / "base")
     base = transformers.AutoModelForCausalLM.from_pretrained(folder)
     torch.manual_seed(1)

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -78,8 +77,10 @@ def adapters(seed: int = 5) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=generator) * 0.1 for name, shape in shapes.items()}
 
 
-def with_peft(base: Path) -> PeftModel:
+def with_peft(base: Path) -> Any:
     """The same adapters on the same weights, in peft."""
+    from peft import LoraConfig, get_peft_model  # takes seconds
+
     lora = tiny_spec(*LORA, "model.init_from=x").training.lora
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
     config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), task_type="CAUSAL_LM")
@@ -214,6 +215,8 @@ def exported(store: Store, spec: Spec, cache: Path) -> Path:
 def test_peft_and_transformers_load_the_export_to_our_logits(
     tmp_path: Path, store: Store, base: Path, base_overrides: tuple[str, ...]
 ) -> None:
+    from peft import PeftModel  # takes seconds
+
     spec, tokens = tiny_spec(*base_overrides), global_batch(0, ignored=False)[:, :16]
     folder = exported(store, spec, tmp_path)
     ours, _ = load_exported(base)
