@@ -19,6 +19,7 @@ from holdfast.store import Store
 from holdfast.telemetry import read_history
 from tests.rollouts.prompt_run import FIELDS, prompt_spec
 from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
+from tests.train.test_worker import write_weights
 from tests.train.tiny_run import VOCABULARY
 
 COMMON = ("training.grpo.group=2", "training.global_batch=8", "training.micro_batch=2", "training.steps=3",
@@ -26,6 +27,7 @@ COMMON = ("training.grpo.group=2", "training.global_batch=8", "training.micro_ba
 UNTIED = ("model.tie_embeddings=false", "parallel.strategy=fsdp")
 MIXTURE = ("model.family=mixtral", "model.experts=4", "parallel.expert=2", "parallel.strategy=fsdp")
 STAGES = ("parallel.pipeline=2", *UNTIED)
+LAST_PLACE = {"fp32": 2.0**-24, "bf16": 2.0**-9}
 FAST: dict[str, tuple[str, ...]] = {"tensor": ("parallel.tensor=2",), "stages": STAGES}
 TWO_RANKS: dict[str, tuple[str, ...]] = {
     "context": ("parallel.context=2", "training.grpo.normalization=grpo"),
@@ -69,7 +71,8 @@ def require_equal_to_one_process(store: Store, folder: Path, layouts: dict[str, 
         first = list(records_of_step(store, identity_of(spec, name), 1))
         assert len(first) == 2
         assert first == list(records_of_step(store, identity_of(single, f"{name} alone"), 1))
-        bound = 2.0**-24 * math.sqrt(VOCABULARY) * (1 + 2 * np.arange(spec.training.grpo.updates))
+        growth = 1 + 2 * np.arange(spec.training.grpo.updates)
+        bound = LAST_PLACE[spec.training.precision] * math.sqrt(VOCABULARY) * growth
         found, expected = (
             values(store, each, salt, "loss") for each, salt in ((spec, name), (single, f"{name} alone"))
         )
@@ -93,6 +96,18 @@ def test_another_layout_learns_from_the_recorded_answers_of_older_weights(store:
     assert train_in_ranks(1, store.url, tmp_path / "one", [(alone, "", 1)]) == ["PreemptedError"]
     assert train_in_ranks(2, store.url, tmp_path / "two", [(divided, "", None)], replan=True) == [""]
     assert len(read_history(store, identity_of(prompt_spec(*divided)))) == 3
+
+
+@pytest.mark.drill
+def test_adapters_and_bf16_learn_in_parts_like_in_one_process(store: Store, tmp_path: Path) -> None:
+    write_weights(tmp_path / "weights", store, seed=3)
+    adapters = (f"model.init_from={tmp_path / 'weights'}", "training.lora.rank=4", "training.grpo.kl_weight=0.05")
+    layouts = {
+        "adapters in stages": (*STAGES, "model.tie_embeddings=true", *adapters),
+        "adapters in parts, in bf16": ("parallel.tensor=2", *adapters, "training.precision=bf16"),
+        "bf16 in stages": (*STAGES, "training.precision=bf16"),
+    }
+    require_equal_to_one_process(store, tmp_path, layouts, 2)
 
 
 @pytest.mark.drill

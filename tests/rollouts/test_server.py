@@ -27,7 +27,7 @@ from holdfast.store import layout, open_store
 from tests.checkpoint.ranks import in_ranks
 from tests.rollouts.prompt_run import prompt_spec, turns_fields, write_prompts
 from tests.rollouts.test_training import answers, overrides
-from tests.train.ranks import identity_of, train_in_ranks, trained
+from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
 from tests.train.tiny_run import END_OF_TEXT, VOCABULARY, _tokenizer, tiny_spec
 
 PROMPTS, SAMPLING = [[60], [61, 62]], Sampling(answers=2, most_tokens=3, temperature=1.0, seed=0, end_of_text=0)
@@ -274,6 +274,23 @@ def test_a_stopped_run_replays_the_answers_of_a_server(server: Server, tmp_path:
     assert train_in_ranks(1, store.url, tmp_path / "rest", [(given, "again", None)]) == [""]
     assert len(server.requests) == 16, "recorded answers are not asked again"
     assert trained(store, spec, "again") == trained(store, spec)
+
+
+@pytest.mark.slow
+def test_a_server_answers_for_stages_with_the_weights_of_all_ranks(server: Server, tmp_path: Path) -> None:
+    """Rank 0 publishes, and the last norm is on the other rank."""
+    store = open_store(f"file://{tmp_path / 'store'}")
+    write_prompts(store)
+    given = overrides(
+        f"training.grpo.server={source(server).model_dump_json()}", "parallel.processes=2", "parallel.pipeline=2",
+        "parallel.strategy=fsdp", "training.precision=bf16",
+    )  # fmt: skip
+    runs: Runs = [(given, "", None), (given, "cut", 1), (given, "cut", None)]
+    assert train_in_ranks(2, store.url, tmp_path / "ranks", runs) == ["", "PreemptedError", ""]
+    assert len(server.requests) == 2 * 16, "a prompt is asked once"
+    first, *later = server.weights.values()
+    assert first == tiny_spec().model.hidden, "the norm begins with ones"
+    assert len({first, *later}) == len(server.weights) == 7, "two runs of four steps begin with the same weights"
 
 
 @pytest.mark.slow

@@ -68,8 +68,8 @@ def _tiles(verdict: Verdict, result: dict[str, Any], history: Sequence[Row]) -> 
         ("Bits per byte", f"{verdict.metrics['bits_per_byte']:.4f}", "of UTF-8 text") if is_text else None,
         *(
             (f"pass@{k}", f"{verdict.metrics[name]:.1%}", "of the held-out prompts")
-            for name, k in (("pass_at_1", "1"), ("pass_at_k", str(verdict.settings.answers)))
-            if name in verdict.metrics
+            for name, k in (("pass_at_1", 1), ("pass_at_k", verdict.settings.answers))
+            if name in verdict.metrics and (k > 1 or name == "pass_at_1")
         ),
         ("Parameters", number(result["parameters"]), "trained") if result.get("parameters") else None,
         ("Tokens", number(result["tokens"]), f"in {verdict.step:,} steps") if result.get("tokens") else None,

@@ -40,11 +40,15 @@ def outcome(record: RunRecord) -> str:
 
 
 def figures(record: RunRecord) -> str:
-    """The known values of loss, perplexity and bits per byte."""
+    """The known values of loss, perplexity and bits per byte, and the shares of solved prompts."""
     parts = []
     if record.loss is not None:
         parts.append(f"training loss {record.loss:.4f}")
-    metrics = (record.verdict or {}).get("metrics", {})
+    verdict = record.verdict or {}
+    metrics, answers = verdict.get("metrics", {}), verdict.get("settings", {}).get("answers", 1)
+    for name, k in (("pass_at_1", 1), ("pass_at_k", answers))[: 1 + (answers > 1)]:
+        if name in metrics:
+            parts.append(f"pass@{k} {metrics[name]:.1%}")
     for name, label in (("loss", "held-out loss"), ("perplexity", "perplexity"), ("bits_per_byte", "bits per byte")):
         value = metrics.get(name)
         if isinstance(value, int | float):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from rich.console import Console
 from holdfast.corpus import prepare
 from holdfast.pipelines.view.catalog import find_run
 from holdfast.pipelines.view.report import accounts, print_run
-from holdfast.pipelines.view.summary import print_summary
+from holdfast.pipelines.view.summary import figures, print_summary
 from holdfast.spec import Spec, parse_spec
 from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import emit, recording
@@ -131,3 +132,9 @@ def test_dropped_documents_are_shown_with_an_example_per_reason(
     report = accounts(find_run(store, RUN_ID), store)
     assert report["dropped"] == {"duplicate": 1, "no_text": 1, "not_json": 1}
     assert report["dropped_examples"]["duplicate"]["place"] == f"{tmp_path}/a.jsonl:32"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(("answers", "expected"), [(1, "pass@1 71.9%"), (4, "pass@1 71.9%, pass@4 80.0%")])
+def test_the_figures_of_a_run_have_the_shares_of_solved_prompts(store: Store, answers: int, expected: str) -> None:
+    verdict = {"metrics": {"pass_at_1": 0.71875, "pass_at_k": 0.8}, "settings": {"answers": answers}}
+    assert figures(replace(find_run(store, RUN_ID), verdict=verdict)) == expected
