@@ -18,6 +18,7 @@ from blake3 import blake3
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec import Spec
 from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, StoreUnreachableError
+from holdfast.spec.training import Training
 from holdfast.store import in_bucket, open_store
 
 SCHEME = "hf://"
@@ -220,13 +221,23 @@ def is_weight_file(name: str) -> bool:
 
 
 TEACHER_FIELD = "training.distillation.teacher"
+REWARDS_FIELD = "training.grpo.rewards"
 
 
 def first_weights_digest(spec: Spec) -> str:
-    """A digest of the weights that a run begins with, for `run_id`: of `model.init_from`, and after a plus of
-    `training.distillation.teacher`. Empty without any."""
+    """The digests of the weights that a run reads, for `run_id`, with a plus between them: of `model.init_from`, of
+    `training.distillation.teacher`, and of each reward model. Empty without any."""
     teacher = weights_digest(spec.training.distillation.teacher, TEACHER_FIELD)
-    return weights_digest(spec.model.init_from) + (f"+{teacher}" if teacher else "")
+    rewards = [
+        weights_digest(model, f"{REWARDS_FIELD}.{number}.model") for number, model in reward_models(spec.training)
+    ]
+    return "+".join([weights_digest(spec.model.init_from), teacher, *rewards]).rstrip("+")
+
+
+def reward_models(training: Training) -> list[tuple[int, str]]:
+    """The numbers and places of the rewards that are reward models."""
+    rewards = enumerate(training.grpo.rewards)
+    return [(number, reward.model) for number, reward in rewards if reward.model is not None]
 
 
 def weights_digest(location: str | None, field: str = "model.init_from") -> str:

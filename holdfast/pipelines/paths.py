@@ -14,6 +14,7 @@ from holdfast.spec import Spec
 from holdfast.spec.data import Data, Source
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.load import place_problems, written_leaves
+from holdfast.spec.rollout import Reward
 
 
 def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
@@ -92,7 +93,14 @@ def with_absolute_paths(spec: Spec) -> Spec:
     if (teacher := training.distillation.teacher) is not None:
         distillation = training.distillation.model_copy(update={"teacher": absolute(teacher)})
         training = training.model_copy(update={"distillation": distillation})
+    if any(reward.model for reward in training.grpo.rewards):
+        rewards = tuple(map(_reward, training.grpo.rewards))
+        training = training.model_copy(update={"grpo": training.grpo.model_copy(update={"rewards": rewards})})
     return spec.model_copy(update={"data": data, "model": model, "training": training})
+
+
+def _reward(reward: Reward) -> Reward:
+    return reward if reward.model is None else reward.model_copy(update={"model": absolute(reward.model)})
 
 
 def _source(source: Source) -> Source:

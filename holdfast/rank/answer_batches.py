@@ -41,6 +41,7 @@ from holdfast.rollouts.records import (
     record_key,
     records_of_step,
 )
+from holdfast.rollouts.reward_models import RewardModels
 from holdfast.rollouts.server import PolicyServer, publish
 from holdfast.rollouts.turns import LiveReplies, RecordedReplies, Texts
 from holdfast.spec.errors import DataError, MissingError, WrongArithmeticError
@@ -99,6 +100,8 @@ class AnswerBatches:
                 f"training.grpo.answer_tokens = {self._settings.answer_tokens} it exceeds model.context = "
                 f"{spec.model.context}; raise model.context, lower answer_tokens, or remove the prompt"
             )
+        longest, device = length + self._settings.answer_tokens, local_device(spec.accelerator)
+        self._reward_models = RewardModels(spec.training, dataset.vocabulary, longest, device, spec.first_weights)
 
     @property
     def metrics(self) -> Mapping[str, float]:
@@ -296,7 +299,8 @@ class AnswerBatches:
         """The rewards of the answers to one prompt. `number` is its number in the lot."""
         scored, failed = [], {} if live is None else live.errors
         for each, answer in enumerate(answers):
-            rewards = self._rewards.score(*self._texts.scored(prompt.record, answer.tokens, answer.replies))
+            given = self._reward_models.values(prompt.tokens, answer.tokens)
+            rewards = self._rewards.score(*self._texts.scored(prompt.record, answer.tokens, answer.replies), given)
             scored.append(
                 Answer(
                     tokens=answer.tokens,

@@ -92,7 +92,7 @@ def first_state(spec: Assignment, vocabulary: int, store: Store | None = None) -
     )
     state: FirstState = seeded
     is_checking = int(os.environ.get("LOCAL_RANK", "0")) == 0  # for all ranks that read the same disk
-    digest, _, theirs = spec.first_weights.partition("+")
+    digest, theirs, *_ = f"{spec.first_weights}+".split("+")
     if own is not None:
         if is_checking:
             require_weights(own, digest)

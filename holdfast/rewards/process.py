@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import selectors
 import signal
@@ -16,9 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from holdfast.rendering.process import VARIABLES
@@ -74,12 +75,17 @@ class RewardProcess:
         self._rewards, self._code, self._environment, self._failure = rewards, code, environment, failure
         self._child: _Child | None = None
 
-    def score(self, record: dict[str, Any], answer: str) -> Scored:
-        """All rewards of one answer. Raises UserCodeError, or the error of `failure`, if the child process does not
-        start."""
+    def score(self, record: dict[str, Any], answer: str, given: Mapping[int, float] = MappingProxyType({})) -> Scored:
+        """All rewards of one answer. `given` are those of reward models, by their numbers. Raises UserCodeError, or the
+        error of `failure`, if the child process does not start."""
         values, errors = [], []
         for number, reward in enumerate(self._rewards):
-            value, error = self._score(number, reward, record, answer)
+            if reward.kind == "model":
+                value, error = given[number], ""
+                if not math.isfinite(value):
+                    value, error = reward.on_failure, f"the reward model gives {value}"
+            else:
+                value, error = self._score(number, reward, record, answer)
             values.append(value)
             errors.append(error)
         return Scored(values, errors)

@@ -60,6 +60,8 @@ def main() -> None:
 def _score_of(reward: Reward, code: str) -> Score:
     if reward.use:
         return bind(reward, code)
+    if reward.kind == "model":
+        return lambda *_: None  # the parent has its value
     check = CHECKS[reward.kind]
 
     def score(record: dict[str, Any], answer: str) -> float:

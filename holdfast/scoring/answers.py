@@ -6,6 +6,7 @@ from holdfast.corpus.encode import load_tokenizer
 from holdfast.dataset import Dataset
 from holdfast.rewards.process import RewardProcess
 from holdfast.rollouts.generation import generate_lot, sampling_of
+from holdfast.rollouts.reward_models import RewardModels
 from holdfast.rollouts.turns import LiveReplies, Texts
 from holdfast.scoring.models import ExportedModel
 from holdfast.spec.errors import DataError
@@ -30,7 +31,8 @@ def score_answers(spec: Spec, model: ExportedModel, dataset: Dataset, code: str)
     texts = Texts(load_tokenizer(dataset.tokenizer_json()), end)
     sampling = sampling_of(settings, evaluation.answers, SEED, end)
     count, solved, solved_prompts, total = min(len(prompts), evaluation.max_prompts), 0, 0, 0.0
-    environment = settings.environment
+    environment, device = settings.environment, model.decoder.model.embed_tokens.weight.device
+    models = RewardModels(spec.training, dataset.vocabulary, length + settings.answer_tokens, device)
     with RewardProcess(settings.rewards, code, environment) as rewards:
         for first in range(0, count, settings.lot):
             lot = [prompts[number] for number in range(first, min(first + settings.lot, count))]
@@ -42,7 +44,8 @@ def score_answers(spec: Spec, model: ExportedModel, dataset: Dataset, code: str)
             for prompt, answers in zip(lot, generated, strict=True):
                 values = []
                 for answer in answers:
-                    scored = rewards.score(*texts.scored(prompt.record, answer.tokens, answer.replies))
+                    given = models.values(prompt.tokens, answer.tokens)
+                    scored = rewards.score(*texts.scored(prompt.record, answer.tokens, answer.replies), given)
                     values.append(scored.total(settings.rewards))
                 right = sum(value >= evaluation.solved_reward for value in values)
                 solved, solved_prompts, total = solved + right, solved_prompts + (right > 0), total + sum(values)

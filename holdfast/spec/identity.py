@@ -63,8 +63,8 @@ def function_identity(field: str, function: Function) -> dict[str, Any]:
 
 def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "") -> str:
     """The identity of a training run. `salt` (from `--fresh`) creates a different run with the same inputs.
-    `first_weights` has the digests of the weights that `model.init_from` and `training.distillation.teacher` name (see
-    `first_weights_digest`), and replaces their locations."""
+    `first_weights` has the digests of the weights that `model.init_from`, `training.distillation.teacher` and reward
+    models name (see `first_weights_digest`), and replaces their locations."""
     if spec.train.script is not None:
         return _script_run_id(spec, dataset_id, salt)
     fields, model = fields_of(spec), spec.model
@@ -76,7 +76,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
     for name, default in (("rope_local_theta", model.rope_theta), ("query_scalar", model.head_width)):
         if getattr(model, name) == default:
             fields["model"][name] = None
-    start, _, teacher = first_weights.partition("+")
+    start, teacher, *models = f"{first_weights}+".split("+")
     if start:
         fields["model"]["init_from"] = start
     if teacher:
@@ -85,6 +85,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         del fields["training"]["distillation"]["temperature"]  # run ids are older than the field
     if spec.training.optimizer.kind == "adamw":
         del fields["training"]["optimizer"]["kind"]  # it was the only kind when run ids were introduced
+    _name_reward_models(fields["training"]["grpo"]["rewards"], models)
     _drop_unused(fields, spec)
     objective = spec.training.objective
     fields["training"]["objective"] = objective.kind
@@ -106,6 +107,16 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         fields["grain"] = spec.training.micro_batch
         fields["loss_chunk"] = spec.training.loss_chunk
     return digest({"version": DATA_PLANE_VERSION, "dataset": dataset_id, "spec": fields, "salt": salt})
+
+
+def _name_reward_models(rewards: list[dict[str, Any]], digests: list[str]) -> None:
+    """Replace the places of reward models by their digests, if there are any."""
+    left = iter(digests)
+    for reward in rewards:
+        if reward["model"] is None:
+            del reward["model"]  # run ids are older than the field
+        else:
+            reward["model"] = next(left, "") or reward["model"]
 
 
 # Fields of `training` that are younger than run ids. At their defaults they are not in the id.

@@ -10,7 +10,7 @@ from pydantic import Field
 from holdfast.spec.functions import USE, Function
 from holdfast.spec.section import Section, runtime_field
 
-RewardKind = Literal["own", "exact", "number", "regex", "json_schema", "tests"]
+RewardKind = Literal["own", "exact", "number", "regex", "json_schema", "tests", "model"]
 
 
 class Reward(Function):
@@ -22,7 +22,13 @@ class Reward(Function):
         description="`exact`: the answer is the text in `field`. `number`: the last number of the answer equals that "
         "in `field`. `regex`: the answer has a match of the pattern in `field`. `json_schema`: the answer is JSON "
         "that fits the schema in `field`. `tests`: the code of the answer passes the Python tests in `field`. `own`: "
-        "the function `use`.",
+        "the function `use`. `model`: the number of the reward model `model` at the last token of the answer.",
+    )
+    model: str | None = Field(
+        None,
+        min_length=1,
+        description="A reward model: a folder in the Hugging Face layout, `s3://bucket/folder` or `hf://owner/name`, "
+        "with the tokenizer of `data.tokenizer`. Its content is part of the run id, and not its place.",
     )
     use: str | None = runtime_field(  # type: ignore[assignment]
         None,

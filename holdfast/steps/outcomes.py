@@ -95,7 +95,8 @@ def run_of(outcomes: Iterable[Outcome], spec: str, overrides: Sequence[str], sal
         checked = parse_spec(spec, overrides)
     except HoldfastError:
         return ""
-    reads_weights = checked.model.init_from or checked.training.distillation.teacher
+    models = [reward.model for reward in checked.training.grpo.rewards if reward.model]
+    reads_weights = checked.model.init_from or checked.training.distillation.teacher or models
     return run_id(checked, dataset_id, salt) if dataset_id and not reads_weights else ""
 
 

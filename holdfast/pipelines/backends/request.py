@@ -150,6 +150,8 @@ def _inputs(spec: Spec) -> Iterator[tuple[str, str]]:
         yield f"data.cleaning.decontaminate.tasks.{number}", path
     yield "model.init_from", spec.model.init_from or ""
     yield "training.distillation.teacher", spec.training.distillation.teacher or ""
+    for number, reward in enumerate(spec.training.grpo.rewards):
+        yield f"training.grpo.rewards.{number}.model", reward.model or ""
     yield "data.chat.template", spec.data.chat.template or ""
     for index, source in enumerate(spec.data.sources):
         yield f"data.sources.{index}.uri", source.uri

@@ -29,6 +29,9 @@ def check_grpo(spec: Spec) -> Iterator[Problem]:
             yield Problem(f"{field}.use", None, "is missing", "name a function, or another `kind` of reward")
         if reward.kind != "own" and reward.use:
             yield Problem(f"{field}.kind", reward.kind, "is not used with a function", "remove `kind`, or `use`")
+        if (reward.kind == "model") != (reward.model is not None):
+            remedy = "name weights in `model` with `kind: model`, or remove both"
+            yield Problem(f"{field}.model", reward.model, f"does not fit kind {reward.kind}", remedy)
         if reward.use and reward.field:
             yield Problem(f"{field}.field", reward.field, "is not used by a function", "remove it")
     if training.global_batch % settings.group:

@@ -25,6 +25,8 @@ def check_no_secrets_in_urls(spec: Spec) -> Iterator[Problem]:
     ]
     for index, source in enumerate(spec.data.sources):
         urls += [(f"data.sources.{index}.uri", source.uri), (f"data.sources.{index}.repo", source.repo)]
+    rewards = enumerate(spec.training.grpo.rewards)
+    urls += [(f"training.grpo.rewards.{number}.model", reward.model) for number, reward in rewards]
     urls += [(f"train.inputs.{index}.uri", given.uri) for index, given in enumerate(spec.train.inputs)]
     urls += [(f"evaluation.tasks.{index}.uri", task.uri) for index, task in enumerate(spec.evaluation.tasks)]
     if (checked := spec.data.cleaning.decontaminate) is not None:

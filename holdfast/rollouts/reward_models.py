@@ -1,0 +1,65 @@
+"""Reward models as rewards: the number that a model with a scalar head gives the last token of an answer.
+
+Each answer is computed alone, so no other answer and no number of ranks changes a bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from holdfast.model.decoder import Decoder
+from holdfast.model.hub import REWARDS_FIELD, require_weights, reward_models
+from holdfast.model.hugging_face import empty_on, open_weights
+from holdfast.runtime.environment import cache_dir
+from holdfast.spec.errors import DataError
+from holdfast.spec.training import Training
+
+
+class RewardModels:
+    """The reward models of `training.grpo.rewards`, in fp32."""
+
+    def __init__(
+        self, training: Training, vocabulary: int, longest: int, device: torch.device, first_weights: str | None = None
+    ) -> None:
+        """`longest` is the number of tokens of the longest text. With `first_weights`, the digests in the run id are
+        compared. Raises DataError for a model that does not fit or has other weights, and MissingError."""
+        self._device = device
+        self._models: dict[int, Decoder] = {}
+        digests = [] if first_weights is None else first_weights.split("+")[2:]
+        for place, (number, location) in enumerate(reward_models(training)):
+            field = f"{REWARDS_FIELD}.{number}.model"
+            if first_weights is not None:
+                require_weights(location, digests[place] if place < len(digests) else "", field)
+            weights = open_weights(location, cache_dir())
+            shape = weights.shape
+            for fits, problem, remedy in (
+                (
+                    shape.head == "scalar",
+                    "predicts tokens",
+                    "use a model with a scalar head (training.objective: reward)",
+                ),
+                (
+                    weights.vocabulary == vocabulary,
+                    f"has a vocabulary of {weights.vocabulary}, and the run one of {vocabulary}",
+                    "use one with the tokenizer of data.tokenizer",
+                ),
+                (
+                    shape.context >= longest,
+                    f"has a context of {shape.context}, and a prompt and its answer may have {longest} tokens",
+                    "lower training.grpo.answer_tokens, or use another model",
+                ),
+            ):
+                if not fits:
+                    raise DataError(f"{field}: {location} {problem}; {remedy}")
+            decoder = empty_on([device], shape, weights.vocabulary, weights.end_of_text)
+            for name, tensor in decoder.state_dict().items():
+                weights.fill(name, tensor)
+            self._models[number] = decoder.eval()
+
+    def values(self, prompt: Sequence[int], answer: Sequence[int]) -> dict[int, float]:
+        """The rewards of an answer, by their numbers."""
+        row = torch.tensor([[*prompt, *answer]], device=self._device)
+        with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
+            return {number: float(model.rewards(model.hidden(row))[0, -1]) for number, model in self._models.items()}
