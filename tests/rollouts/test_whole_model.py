@@ -37,6 +37,8 @@ PEAKS: dict[str, tuple[str, ...]] = {
     "stages in bf16": (*STAGES, "training.precision=bf16"),
     "shards": ("parallel.strategy=fsdp",),
 }
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[60], [61, 62], [63, 64, 65]]
 LAST_PLACE = {"fp32": 2.0**-24, "bf16": 2.0**-9}
 
