@@ -33,7 +33,7 @@ from holdfast.store import Store, open_store
 from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, join, train_in_ranks, trained
-from tests.train.test_mesh import overrides_of, require_close
+from tests.train.test_mesh import STEPS, overrides_of, require_close
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
 
 RANKS = 4
@@ -105,7 +105,7 @@ def train_all(tmp_path: Path, layouts: dict[str, tuple[tuple[str, ...], tuple[st
     runs: Runs = [(overrides_of(*model, *layout), name, None) for name, (model, layout) in layouts.items()]
     for name in stopped:
         overrides = overrides_of(*layouts[name][0], *layouts[name][1])
-        runs += [(overrides, f"{name} stopped", 3), (overrides, f"{name} stopped", None)]
+        runs += [(overrides, f"{name} stopped", 1), (overrides, f"{name} stopped", None)]
     assert train_in_ranks(RANKS, store.url, tmp_path / "ranks", runs) == [""] * len(layouts) + [
         "PreemptedError", "",
     ] * len(stopped)  # fmt: skip
@@ -133,7 +133,7 @@ def test_a_mixture_is_the_same_model_for_any_expert_placement_and_resumes_with_t
         _biases_were_moved(store, overrides_of(*BIASED, *LAYOUTS[name][1]), name)
     _rows_are_read_by_themselves(store, overrides_of(*BIASED, *LAYOUTS["shards"][1]), "shards", monkeypatch)
     manifest = read_manifest(
-        store, run_id(tiny_spec(*overrides_of(*BIASED, *LAYOUTS["dealt to all"][1])), DATASET_ID, "dealt to all"), 6
+        store, run_id(tiny_spec(*overrides_of(*BIASED, *LAYOUTS["dealt to all"][1])), DATASET_ID, "dealt to all"), STEPS
     )
     assert manifest.layout == {"engine": "torch", "strategy": "ddp", "world_size": 4, "replicas": 4, "expert": 4}
 
@@ -246,7 +246,7 @@ def _rows_are_read_by_themselves(
 ) -> None:
     """Rows load separately, as an export reads the rows of one expert."""
     monkeypatch.setattr("holdfast.checkpoint.reader.READ_BYTES", 256)
-    checkpoint = open_checkpoint(store, run_id(tiny_spec(*overrides), DATASET_ID, salt), 6)
+    checkpoint = open_checkpoint(store, run_id(tiny_spec(*overrides), DATASET_ID, salt), STEPS)
     for name in ("model.layers.1.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"):
         whole = checkpoint.tensor(name)
         for first, stop in ((0, len(whole)), (24, 48), (len(whole) - 7, len(whole))):
@@ -255,11 +255,11 @@ def _rows_are_read_by_themselves(
 
 def _biases_were_moved(store: Store, overrides: tuple[str, ...], salt: str) -> None:
     """Biases moved by whole bias steps, at most one per step, and the optimizer did not change them."""
-    checkpoint = open_checkpoint(store, run_id(tiny_spec(*overrides), DATASET_ID, salt), 6)
+    checkpoint = open_checkpoint(store, run_id(tiny_spec(*overrides), DATASET_ID, salt), STEPS)
     biases = [name for name in checkpoint.tensors if name.endswith(CORRECTION)]
     assert biases == [f"model.layers.{layer}.mlp.gate.{CORRECTION}" for layer in range(2)]
     reachable = {0.0}
-    for _ in range(6):
+    for _ in range(STEPS):
         reachable |= {float(np.float32(bias) + np.float32(step)) for bias in reachable for step in (0.01, -0.01)}
     for name in biases:
         bias = checkpoint.tensor(name)

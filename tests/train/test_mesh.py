@@ -43,7 +43,7 @@ from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, join, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
 
-RANKS = 4
+RANKS, STEPS = 4, 5  # an odd number: biases of experts that move up and down are not zero at the end
 # Four ranks each.
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "tensor x shards": ("parallel.tensor=2", "parallel.strategy=fsdp"),
@@ -101,7 +101,7 @@ TAKEN_OVER = {**LAYOUTS, **{name: PIPELINES[name] for name in ("stages x tensor"
 
 
 def overrides_of(*overrides: str, processes: int = RANKS) -> tuple[str, ...]:
-    return (f"parallel.processes={processes}", "training.steps=6", *overrides)
+    return (f"parallel.processes={processes}", f"training.steps={STEPS}", *overrides)
 
 
 def alone(*overrides: str) -> tuple[str, ...]:
@@ -191,7 +191,7 @@ def test_a_mesh_matches_one_process_and_resumes_with_the_same_bits(tmp_path: Pat
     runs: Runs = [(overrides_of(*layout), name, None) for name, layout in two]
     ends = ["", "", "PreemptedError", ""]
     stopped, cut = overrides_of(*LAYOUTS["tensor x shards"]), SEQUENCES["context x tensor"]
-    runs += [(stopped, "stopped", 2), (stopped, "stopped", None)]
+    runs += [(stopped, "stopped", 1), (stopped, "stopped", None)]
     bubbles = overrides_of(*PIPELINES["zero bubble"])
     runs += [
         (overrides_of(*STAGES), "stages", None),
@@ -209,7 +209,7 @@ def test_a_mesh_matches_one_process_and_resumes_with_the_same_bits(tmp_path: Pat
         require_close(losses(store, overrides_of(*layout), name), single)
     assert trained(store, tiny_spec(*stopped), "stopped") == trained(store, tiny_spec(*stopped), "tensor x shards")
     assert trained(store, tiny_spec(*bubbles), "bubbles") == trained(store, tiny_spec(*bubbles), "stages")
-    layout = read_manifest(store, run_id(tiny_spec(*stopped), DATASET_ID, "stopped"), 6).layout
+    layout = read_manifest(store, run_id(tiny_spec(*stopped), DATASET_ID, "stopped"), STEPS).layout
     assert layout == {"engine": "torch", "strategy": "fsdp", "world_size": 4, "shards": 2, "tensor": 2}
 
 
@@ -222,7 +222,7 @@ def test_every_layout_and_form_matches_one_process_and_resumes_with_the_same_bit
     for name, layout in matrix.items():
         overrides, stopped = overrides_of(*layout), f"{name} stopped"
         runs += [(overrides, name, None)]
-        runs += [(overrides, stopped, 3), (overrides, stopped, None)] if name in STOPPED else []
+        runs += [(overrides, stopped, 1), (overrides, stopped, None)] if name in STOPPED else []
     ends = ["" if stop is None else "PreemptedError" for _, _, stop in runs]
     assert train_in_ranks(RANKS, store.url, tmp_path / "ranks", runs) == ends
     salts = {alone(*layout): f"alone {name}" for name, layout in matrix.items()}
