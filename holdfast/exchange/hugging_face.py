@@ -61,7 +61,7 @@ def model_files(checkpoint: Checkpoint, spec: Spec, dataset: Dataset) -> list[Ex
             whole = {SCORE: (1, spec.model.hidden)} if spec.model.head == "scalar" else {}
             adapters = peft_files(shapes, whole, own, lora, location)
         stored = stored_rows(weights.rows, frozen_matrices(spec.model, dataset.vocabulary, lora), lora.base)
-        rows = merging_rows(stored, shapes, lambda name: torch.cat(list(own(name))), lora)
+        rows = merging_rows(stored, shapes, own, lora)
         if spec.model.head == "scalar":  # it is trained as a whole
             rows = _with_head(rows, own)
     base_documents = read_base(spec, dataset)

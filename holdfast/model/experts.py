@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from holdfast.model import nf4
 from holdfast.spec.model import Model
 
 CORRECTION = "e_score_correction_bias"  # a router's bias on scores, which no gradient changes
@@ -142,37 +143,69 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-class Matrices(NamedTuple):
-    """The weights of some experts, each one below the other, and the activation between them."""
+class Matrix(NamedTuple):
+    """A matrix of some experts, each one below the other, with their biases and adapters."""
 
-    gate_up: Tensor
-    down: Tensor
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
+    stored: tuple[Tensor, ...]  # the weights, or the codes and scales of NF4
+    bias: Tensor | None = None
+    adapter: tuple[Tensor, ...] = ()  # the first and the second matrix of each expert's adapter
+    scale: float = 1.0  # of the adapters' products
+
+    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Matrix:
+        """The same with changed tensors."""
+        bias = None if self.bias is None else change(self.bias)
+        return Matrix(tuple(map(change, self.stored)), bias, tuple(map(change, self.adapter)), self.scale)
+
+
+class Matrices(NamedTuple):
+    """The weights of some experts, and the activation between them."""
+
+    gate_up: Matrix
+    down: Matrix
     clamped: bool = False  # the SwiGLU of gpt-oss; its gate and up alternate
 
     def with_tensors(self, change: Callable[[Tensor], Tensor]) -> Matrices:
         """The same with changed tensors."""
-        gate_up_bias, down_bias = (
-            None if bias is None else change(bias) for bias in (self.gate_up_bias, self.down_bias)
-        )
-        return Matrices(change(self.gate_up), change(self.down), gate_up_bias, down_bias, self.clamped)
+        return Matrices(self.gate_up.with_tensors(change), self.down.with_tensors(change), self.clamped)
 
 
 def grouped(x_SD: Tensor, ends_E: Tensor, weights: Matrices) -> Tensor:
     """Pass rows that are sorted by expert through their experts. Each expert's rows end at one of `ends_E`. Returns
     the same number of rows."""
-    both_SF = _product(x_SD, weights.gate_up, 2 * weights.down.shape[1], ends_E)
-    if weights.gate_up_bias is not None:
-        both_SF = both_SF + _bias(both_SF, weights.gate_up_bias, ends_E)
+    both_SF = _linear(x_SD, ends_E, weights.gate_up)
     if weights.clamped:
         gate_SF, up_SF = both_SF[..., ::2].clamp(max=CLAMP), both_SF[..., 1::2].clamp(-CLAMP, CLAMP)
         inner_SF = (up_SF + 1) * (gate_SF * torch.sigmoid(gate_SF * SIGMOID_GAIN))
     else:
         gate_SF, up_SF = both_SF.chunk(2, dim=-1)
         inner_SF = F.silu(gate_SF) * up_SF
-    y_SD = _product(inner_SF, weights.down, x_SD.shape[1], ends_E)
-    return y_SD if weights.down_bias is None else y_SD + _bias(y_SD, weights.down_bias, ends_E)
+    return _linear(inner_SF, ends_E, weights.down)
+
+
+def _linear(x: Tensor, ends_E: Tensor, matrix: Matrix) -> Tensor:
+    is_narrow = len(matrix.stored) > 1 or matrix.stored[0].itemsize < _wide(x).itemsize
+    y = _FrozenProduct.apply(x.to(_wide(x)), ends_E, *matrix.stored) if is_narrow else _product(x, *matrix.stored, ends_E)
+    if matrix.bias is not None:
+        y = y + _bias(y, matrix.bias, ends_E)
+    if matrix.adapter:
+        first, second = matrix.adapter
+        y = y + _product(_product(x, first, ends_E), second, ends_E) * matrix.scale
+    return y
+
+
+class _FrozenProduct(torch.autograd.Function):
+    """Rows times the matrices of their experts, which are saved for the backward pass as they are stored."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ends_E: Tensor, *stored: Tensor) -> Tensor:
+        ctx.save_for_backward(ends_E, *stored)
+        return _grouped_product(x, nf4.expand(stored, x.dtype), ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ends_E, *stored = ctx.saved_tensors
+        weight = nf4.expand(stored, gradient.dtype)
+        return _grouped_product(gradient.contiguous(), weight, ends_E, transposed=False), None, *(None for _ in stored)
 
 
 def _bias(like_SF: Tensor, bias: Tensor, ends_E: Tensor) -> Tensor:
@@ -180,17 +213,26 @@ def _bias(like_SF: Tensor, bias: Tensor, ends_E: Tensor) -> Tensor:
     columns are padding to the 16 bytes that the product needs."""
     ones_S8 = torch.zeros(len(like_SF), 8, dtype=like_SF.dtype, device=like_SF.device)
     ones_S8[:, 0] = 1
-    return _product(ones_S8, F.pad(bias.to(like_SF.dtype)[:, None], (0, 7)), like_SF.shape[1], ends_E)
+    return _product(ones_S8, F.pad(bias.to(like_SF.dtype)[:, None], (0, 7)), ends_E)
 
 
-def _product(x: Tensor, weight: Tensor, width: int, ends_E: Tensor) -> Tensor:
-    if torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-    weights = weight.unflatten(0, (-1, width))
+def _product(x: Tensor, weight: Tensor, ends_E: Tensor) -> Tensor:
+    return _grouped_product(x.to(_wide(x)), weight.to(_wide(x)), ends_E)
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    """The type of a product with `x`."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def _grouped_product(x: Tensor, weight: Tensor, ends_E: Tensor, *, transposed: bool = True) -> Tensor:
+    """Each row of `x` times the matrix of its expert, which is transposed as in a linear layer."""
+    weights = weight.unflatten(0, (len(ends_E), -1))
+    weights = weights.transpose(1, 2) if transposed else weights
     if not len(x):  # no token chose one of these experts
-        return F.linear(x, weights[0])
-    return F.grouped_mm(x, weights.transpose(1, 2), offs=ends_E.to(torch.int32))
+        return x @ weights[0]
+    return F.grouped_mm(x, weights, offs=ends_E.to(torch.int32))
 
 
 class Experts(nn.Module):
@@ -207,13 +249,17 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(hidden, shape.ffn_width))
         self.down_proj_bias = nn.Parameter(torch.empty(hidden)) if self.clamped else None
 
+    def matrices(self) -> Matrices:
+        """The weights of all experts on this rank."""
+        gate_up = Matrix((self.gate_up_proj,), self.gate_up_proj_bias)
+        return Matrices(gate_up, Matrix((self.down_proj,), self.down_proj_bias), self.clamped)
+
     def forward(self, x_ND: Tensor, chosen_NC: Tensor, weight_NC: Tensor) -> Tensor:
         """The weighted sum of the outputs of each token's experts: [N, D]."""
         choices = chosen_NC.shape[1]
         expert_S, order_S = chosen_NC.flatten().sort(stable=True)
         ends_E = torch.searchsorted(expert_S, torch.arange(self.experts, device=expert_S.device), right=True)
         x_SD, inverse_S = permuted(x_ND[:, None].expand(-1, choices, -1).flatten(0, 1), order_S)
-        weights = Matrices(self.gate_up_proj, self.down_proj, self.gate_up_proj_bias, self.down_proj_bias, self.clamped)
-        y_SD = self.compute(x_SD, ends_E, weights)
+        y_SD = self.compute(x_SD, ends_E, self.matrices())
         y_NCD = Permuted.apply(y_SD, inverse_S, order_S).unflatten(0, (-1, choices))
         return (y_NCD * weight_NC[..., None]).sum(1).to(x_ND.dtype)

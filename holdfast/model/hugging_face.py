@@ -106,11 +106,13 @@ class Weights(NamedTuple):
             or [torch.empty(0, *self.shapes[name][1:])[(slice(None), *place[1:])]]
         )
 
-    def rows(self, name: str) -> Iterator[Tensor]:
-        """The rows of a tensor in order, SLAB_BYTES at a time, as `part` returns them."""
+    def rows(self, name: str, first: int = 0, stop: int | None = None) -> Iterator[Tensor]:
+        """The rows of a tensor in [first, stop), SLAB_BYTES at a time, as `part` returns them; `stop` None means the
+        end."""
         shape = self.shapes[name]
+        stop = shape[0] if stop is None else stop
         rows = max(1, SLAB_BYTES // max(1, 4 * math.prod(shape[1:])))
-        return (self.part(name, (slice(first, first + rows),)) for first in range(0, shape[0], rows))
+        return (self.part(name, (slice(low, min(low + rows, stop)),)) for low in range(first, stop, rows))
 
     def fill(self, name: str, target: Tensor) -> None:
         """Copy a tensor into another one on any device, SLAB_BYTES at a time."""

@@ -7,6 +7,8 @@ between codes, and a table lookup, so the same matrix gives the same bytes on ev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -36,3 +38,8 @@ def dequantise(packed: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32
     values = codes[torch.stack((packed >> 4, packed & 15), -1).flatten(1).int()]
     values.view(*scale.shape, BLOCK).mul_(scale[..., None])
     return values.to(dtype)
+
+
+def expand(stored: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """A frozen matrix in `dtype`: of its codes and scales, or of one tensor."""
+    return stored[0].to(dtype) if len(stored) == 1 else dequantise(stored[0], stored[1], dtype)

@@ -29,9 +29,10 @@ def apply_expert_parallel(decoder: Decoder, mesh: DeviceMesh, tensor: int) -> li
     layers = [layer for layer in decoder.model.layers if layer is not None]  # a pipeline stage has only some layers
     all_experts = [layer.mlp.experts for layer in layers if isinstance(layer.mlp, Mixture)]
     for experts in all_experts:
-        for name, parameter in list(experts.named_parameters()):  # on meta: nothing to send
-            cut = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
-            experts.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+        for module in experts.modules():  # with adapters there are several
+            for name, parameter in list(module.named_parameters(recurse=False)):  # on meta: nothing to send
+                cut = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+                module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
         experts.compute = Exchange(mesh.get_group(), tensor)
     return all_experts
 

@@ -19,7 +19,7 @@ from holdfast.engines.torch.parallelize import Topology, build_expert_mesh, para
 from holdfast.engines.torch.pipeline import build_parts
 from holdfast.engines.weights import CODES, SCALES, TEACHER, teacher_shape
 from holdfast.model.decoder import Decoder
-from holdfast.model.lora import FrozenLinear
+from holdfast.model.lora import FrozenExperts, FrozenLinear
 from holdfast.objectives.interface import Objective
 from holdfast.spec.model import Model
 
@@ -83,6 +83,7 @@ def base_boxes(parts: list[Decoder]) -> Iterator[TensorBox]:
             if not parameter.requires_grad:
                 yield TensorLayout.of(name, parameter).box(parameter)
         for name, module in part.named_modules():
-            if isinstance(module, FrozenLinear) and module.stored == "nf4":
-                for suffix, part_of_matrix in ((CODES, module.packed), (SCALES, module.block_scale)):
-                    yield TensorLayout.of(f"{name}.weight{suffix}", part_of_matrix).box(part_of_matrix)
+            if isinstance(module, FrozenLinear | FrozenExperts):
+                for matrix, codes, scales in module.packed_matrices():
+                    for suffix, part_of_matrix in ((CODES, codes), (SCALES, scales)):
+                        yield TensorLayout.of(f"{name}.{matrix}{suffix}", part_of_matrix).box(part_of_matrix)

@@ -179,7 +179,7 @@ class _Alike(ParallelStyle):
             shape, eps = module.normalized_shape, module.eps
             module.forward = lambda x: F.rms_norm(x, shape, _local(module.get_parameter("weight")), eps)  # type: ignore[method-assign]
         else:
-            module.forward = lambda x: F.linear(x, _local(module.get_parameter("weight")))
+            module.forward = lambda x: F.linear(x, _local(module.get_parameter("weight")).to(x.dtype))
         return module
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from holdfast.spec.errors import Problem
 from holdfast.spec.families import SCALAR_HEADS
+from holdfast.spec.rules.parallel import GROUPED_BYTES
 from holdfast.spec.training import ObjectiveName
 from holdfast.spec.tree import Spec
 
@@ -113,8 +114,8 @@ def _check_reward(spec: Spec) -> Iterator[Problem]:
 
 
 def check_adapters(spec: Spec) -> Iterator[Problem]:
-    """Adapters need weights to start from, and a dense model that is whole or sharded. Without a rank no other field of
-    `training.lora` is set."""
+    """Adapters need weights to start from, and the torch engine. Without a rank no other field of `training.lora` is
+    set."""
     lora, fields = spec.training.lora, type(spec.training.lora).model_fields
     if lora.rank is None:
         for name in ("alpha", "rslora", "targets", "base"):
@@ -139,18 +140,48 @@ def check_adapters(spec: Spec) -> Iterator[Problem]:
         message = f"names matrices that model.family: {spec.model.family} does not have"
         yield Problem("training.lora.targets", missing, message, f"use some of {existing}")
     if lora.base == "nf4":
-        model = spec.model
-        widths = {"hidden": model.hidden, "ffn": model.ffn_width, "heads": model.heads * model.head_width}
-        for name, width in widths.items():
-            if width % NF4_BLOCK:
-                remedy = f"use a multiple of {NF4_BLOCK}, or training.lora.base: bf16"
-                message = f"gives matrices of {width} columns, and NF4 scales {NF4_BLOCK} together (training.lora.base)"
-                yield Problem(f"model.{name}", getattr(model, name), message, remedy)
-        if spec.parallel.tensor > 1:
-            remedy = "use bf16, or parallel.strategy: fsdp without parallel.tensor"
-            message = f"is held whole by every rank, and parallel.tensor = {spec.parallel.tensor} would split it"
+        yield from _check_nf4(spec)
+    if spec.model.experts > 1:
+        yield from _check_adapted_experts(spec)
+    yield from _of_torch(spec, "does not support adapters", "no training.lora")
+
+
+def _check_nf4(spec: Spec) -> Iterator[Problem]:
+    """The widths of all frozen matrices are whole blocks, and every rank holds whole matrices."""
+    model, parallel = spec.model, spec.parallel
+    widths = {"hidden": model.hidden, "ffn": model.ffn_width, "heads": model.heads * model.head_width}
+    if model.dense_layers:
+        widths["dense_ffn"] = model.dense_width
+    if model.preset.latent:
+        del widths["heads"]
+        widths |= {"latent.query": model.latent.query, "latent.key_value": model.latent.key_value}
+        widths["latent.value"] = model.heads * model.value_width
+    for name, width in widths.items():
+        if width % NF4_BLOCK:
+            remedy = f"use a multiple of {NF4_BLOCK}, or training.lora.base: bf16"
+            message = f"gives matrices of {width} columns, and NF4 scales {NF4_BLOCK} together (training.lora.base)"
+            section, _, field = name.rpartition(".")
+            yield Problem(f"model.{name}", getattr(model.latent if section else model, field), message, remedy)
+    for name in ("tensor", "expert"):
+        if (ranks := getattr(parallel, name)) > 1:
+            remedy = f"use bf16, or parallel.strategy: fsdp without parallel.{name}"
+            message = f"is held whole by every rank, and parallel.{name} = {ranks} would split it"
             yield Problem("training.lora.base", "nf4", message, remedy)
-    yield from _dense_of_torch(spec, "does not support adapters", "no training.lora")
+
+
+def _check_adapted_experts(spec: Spec) -> Iterator[Problem]:
+    """Gate and up of an expert are one matrix with one adapter. The router is not trained."""
+    lora, unit = spec.training.lora, GROUPED_BYTES // (4 if spec.training.precision == "fp32" else 2)
+    if ("gate_proj" in lora.targets) != ("up_proj" in lora.targets):
+        message = "names one of gate_proj and up_proj, which are one matrix in experts"
+        yield Problem("training.lora.targets", list(lora.targets), message, "name both, or none of them")
+    elif {"gate_proj", "down_proj"} & set(lora.targets) and lora.rank is not None and lora.rank % unit:
+        message = f"makes rows of less than {GROUPED_BYTES} bytes in {spec.training.precision}, or of an odd number"
+        remedy = f"use a multiple of {unit}, or no gate_proj, up_proj and down_proj in training.lora.targets"
+        yield Problem("training.lora.rank", lora.rank, message, remedy)
+    if spec.model.routing.balance == "bias":
+        message = "changes biases of the weights, which training.lora leaves alone"
+        yield Problem("model.routing.balance", "bias", message, "use none, or auxiliary")
 
 
 def _of_torch(spec: Spec, why: str, otherwise: str) -> Iterator[Problem]:
@@ -158,13 +189,6 @@ def _of_torch(spec: Spec, why: str, otherwise: str) -> Iterator[Problem]:
     if spec.parallel.engine != "torch":
         remedy = f"use ddp or fsdp, or {otherwise}"
         yield Problem("parallel.strategy", spec.parallel.strategy, why, remedy)
-
-
-def _dense_of_torch(spec: Spec, why: str, otherwise: str) -> Iterator[Problem]:
-    """The model is dense, and the engine is torch. Everything else is refused with `why`."""
-    if spec.model.experts > 1:
-        yield Problem("model.experts", spec.model.experts, why, f"use 1, or {otherwise}")
-    yield from _of_torch(spec, why, otherwise)
 
 
 def check_own_objective(spec: Spec) -> Iterator[Problem]:
