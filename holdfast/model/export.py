@@ -182,6 +182,7 @@ def document_file(name: str, document: object) -> ExportFile:
 FOLDER = "adapter"  # within an export: `transformers` would treat a model next to adapter_config.json as its base
 PREFIX = "base_model.model."  # before a tensor's name in `transformers`
 HUB = "hf://"
+EXPERTS = ".mlp.experts."  # in the names of their adapters
 
 
 def peft_files(
@@ -192,15 +193,38 @@ def peft_files(
     base: str,
 ) -> list[ExportFile]:
     """The files of adapters with these shapes for the weights at `base` (see `model.init_from`), and of matrices that
-    are trained as a `whole`: a scalar head. Their names begin with FOLDER."""
+    are trained as a `whole`: a scalar head. Their names begin with FOLDER.
+
+    `peft` adapts the experts of a layer as one parameter. It wraps their module once for each of the two parameters,
+    and the wrapper of the second has that of the first as its base layer. The second matrices of all experts lie side
+    by side, expert by expert for each column.
+    """
+    files: dict[str, tuple[str, tuple[int, ...], int]] = {}  # the canonical name, shape and experts of each tensor
+    parameters = set[str]()
+    for tensor, shape in {**shapes, **whole}.items():
+        layer, is_of_experts, matrix = tensor.partition(EXPERTS)
+        if not is_of_experts:
+            files[PREFIX + tensor] = tensor, shape, 1
+            continue
+        which, _, end = matrix.partition(".")
+        parameters.add(f"mlp.experts.{which}_proj")
+        wrapper = "base_layer." if which == "gate_up" and f"{layer}{EXPERTS}down.{end}" in shapes else ""
+        experts = 1
+        if end.startswith("lora_B"):
+            experts = shapes[f"{layer}{EXPERTS}{which}.lora_A.weight"][0] // shape[1]
+            shape = (shape[0] // experts, experts * shape[1])
+        files[f"{PREFIX}{layer}{EXPERTS}{wrapper}{end}"] = tensor, shape, experts
 
     def named(name: str) -> Iterator[Tensor]:
-        return rows(name.removeprefix(PREFIX))
+        tensor, _, experts = files[name]
+        if experts == 1:
+            return rows(tensor)
+        return iter([torch.cat(list(rows(tensor))).unflatten(0, (experts, -1)).permute(1, 2, 0).flatten(1)])
 
-    shapes = {**shapes, **whole}
-    name, _, revision = base.removeprefix(HUB).partition("@") if base.startswith(HUB) else (base, "", "")
+    modules = {tensor.rpartition(".lora_")[0].rpartition(".")[2] for tensor in shapes if EXPERTS not in tensor}
+    location, _, revision = base.removeprefix(HUB).partition("@") if base.startswith(HUB) else (base, "", "")
     config = {
-        "base_model_name_or_path": name,
+        "base_model_name_or_path": location,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -211,7 +235,8 @@ def peft_files(
         "peft_type": "LORA",
         "r": lora.rank,
         "revision": revision or None,
-        "target_modules": sorted(lora.targets),
+        "target_modules": sorted(modules),
+        **({"target_parameters": sorted(parameters)} if parameters else {}),
         "task_type": "SEQ_CLS" if whole else "CAUSAL_LM",
         "use_rslora": lora.rslora,
     }
@@ -219,7 +244,7 @@ def peft_files(
         document_file(f"{FOLDER}/adapter_config.json", config),
         tensor_file(
             f"{FOLDER}/adapter_model.safetensors",
-            {PREFIX + shape_name: shapes[shape_name] for shape_name in sorted(shapes)},
+            {name: files[name][1] for name in sorted(files)},
             named,
         ),
     ]

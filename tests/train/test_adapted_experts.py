@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
+from holdfast.checkpoint import open_checkpoint
+from holdfast.engines.weights import MOMENTS
 from holdfast.model import nf4
 from holdfast.model.decoder import Decoder
-from holdfast.model.export import published_rows
+from holdfast.model.export import peft_files, published_rows
 from holdfast.model.initialise import initialise
 from holdfast.model.lora import (
     FrozenExperts,
@@ -23,11 +28,13 @@ from holdfast.model.lora import (
     merging_rows,
     scale_of,
     stored_rows,
+    without_adapters,
 )
 from holdfast.model.published import published
 from holdfast.spec.training import Lora
+from holdfast.store import Store
 from tests.model.exporting import write_hugging_face
-from tests.train.ranks import train_in_ranks, trained
+from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
 from tests.train.test_experts import column
 from tests.train.test_mesh import overrides_of, require_close
 from tests.train.test_reference import global_batch
@@ -41,6 +48,8 @@ DEEPSEEK = (
     *WIDE, "model.family=deepseek_v3", "model.routing.shared=1", "model.dense_layers=1", "model.dense_ffn=128",
     "model.latent={query: 64, key_value: 64, rope: 8, value: 16}", "model.head_dim=24", "model.kv_heads=4", "model.routing.balance=none",
 )  # fmt: skip
+PHI3 = ("model.hidden=64", "model.ffn=64", "model.family=phi3", "model.tie_embeddings=false")  # fused when published
+CASES = {"mixtral": MIXTRAL, "shared": SHARED, "oss": GPT_OSS, "latent": DEEPSEEK, "fused": PHI3}
 RANK = 4
 
 
@@ -92,7 +101,7 @@ def merged(overrides: tuple[str, ...], lora: Lora, adapters: dict[str, Tensor]) 
 
 
 @pytest.mark.parametrize("base", ["fp32", "bf16", "nf4"])
-@pytest.mark.parametrize("overrides", [MIXTRAL, SHARED, GPT_OSS, DEEPSEEK], ids=["mixtral", "shared", "oss", "latent"])
+@pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
 def test_adapted_experts_compute_and_learn_what_their_merged_model_does(overrides: tuple[str, ...], base: str) -> None:
     lora = Lora(rank=RANK, alpha=12, base=base, targets=("o_proj", "gate_proj", "up_proj", "down_proj"))  # type: ignore[arg-type]
     adapters, rows = random_adapters(overrides, lora), global_batch(0, ignored=False)
@@ -118,3 +127,112 @@ def test_adapted_experts_compute_and_learn_what_their_merged_model_does(override
                 assert actual is not None
                 bound = 2e-5 * float(expected.abs().max())
                 torch.testing.assert_close(actual, expected.flatten(0, 1), rtol=0, atol=bound, msg=name)
+
+
+@pytest.mark.parametrize("overrides", [MIXTRAL, SHARED, GPT_OSS], ids=["mixtral", "shared", "oss"])
+def test_peft_loads_the_adapters_of_experts_to_our_logits(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    lora, tokens = Lora(rank=RANK, alpha=12, rslora=True), global_batch(0, ignored=False)[:, :16]
+    adapters = random_adapters(overrides, lora)
+    write_base(tmp_path / "base", overrides)
+    shapes = {name: tuple(tensor.shape) for name, tensor in adapters.items()}
+    files = peft_files(shapes, {}, lambda name: iter(adapters[name].split(3)), lora, str(tmp_path / "base"))
+    (tmp_path / "adapter").mkdir()
+    for file in files:
+        (tmp_path / file.name).write_bytes(b"".join(file.content()))
+    start = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    with torch.no_grad():
+        plain = start(tokens).logits
+        theirs = PeftModel.from_pretrained(start, tmp_path / "adapter")(tokens).logits
+        ours = adapted(overrides, lora, adapters)
+        torch.testing.assert_close(ours(tokens), theirs, rtol=0, atol=2e-5)
+        assert (plain - theirs).abs().max() > 1e-2
+        with without_adapters(ours):
+            torch.testing.assert_close(ours(tokens), plain, rtol=0, atol=2e-5)
+
+
+def write_base(folder: Path, overrides: tuple[str, ...]) -> None:
+    """The first weights of a model, in the Hugging Face layout."""
+    decoder = Decoder.empty(tiny_spec(*overrides).model, VOCABULARY)
+    initialise(decoder, 1)
+    store = new_store(folder.with_name(f"{folder.name}-store"))
+    write_hugging_face(
+        folder,
+        decoder.shape,
+        VOCABULARY,
+        decoder.state_dict().items(),
+        tokenizer_json=store.get(f"datasets/{DATASET_ID}/tokenizer.json").decode(),
+        end_of_text=END_OF_TEXT,
+    )
+
+
+DEEPSEEK_LORA = (*DEEPSEEK, 'training.lora.targets=["o_proj", "gate_proj", "up_proj", "down_proj"]')
+FSDP, DEALT = "parallel.strategy=fsdp", "parallel.expert=2"
+LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # the model of each case, and its layout on two ranks
+    "dealt": (SHARED, (FSDP, DEALT)),
+    "dealt copies": (MIXTRAL, ("parallel.strategy=ddp", DEALT)),
+    "split": (GPT_OSS, (FSDP, "parallel.tensor=2")),
+    "split, dealt": (SHARED, (FSDP, "parallel.tensor=2", DEALT)),
+    "narrow stages": ((*MIXTRAL, "training.lora.base=bf16"), (FSDP, "parallel.pipeline=2", "training.micro_batch=1")),
+    "packed shards": ((*MIXTRAL, "training.lora.base=nf4"), (FSDP, "training.activation_checkpointing=full")),
+    "context": (DEEPSEEK_LORA, (FSDP, "parallel.context=2")),
+    "latents, split": ((*DEEPSEEK_LORA, "training.lora.base=bf16"), (FSDP, "parallel.tensor=2")),
+    "sums": ((*MIXTRAL, "training.determinism=elastic"), ("parallel.strategy=ddp",)),
+}  # fmt: skip
+FAST = ("dealt",)
+
+
+@pytest.fixture(scope="module")
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Weights of each model, by its family."""
+    folder, found = tmp_path_factory.mktemp("bases"), {}
+    for number, overrides in enumerate((MIXTRAL, SHARED, GPT_OSS, DEEPSEEK)):
+        write_base(folder / str(number), overrides)
+        found[f"model.family={tiny_spec(*overrides).model.family}"] = str(folder / str(number))
+    return found
+
+
+def settings(bases: dict[str, str], *overrides: str, processes: int = 1) -> tuple[str, ...]:
+    """The overrides of a run with adapters."""
+    family = next(field for field in overrides if field.startswith("model.family="))
+    lora = (f"training.lora.rank={RANK}", "training.lora.alpha=8", f"model.init_from={bases[family]}")
+    return overrides_of(*lora, *overrides, "training.steps=4", processes=processes)
+
+
+def train_all(tmp_path: Path, bases: dict[str, str], names: Sequence[str]) -> Store:
+    """Train layouts, the first of them again with a stop. Every one has the losses of one process."""
+    store = new_store(tmp_path / "store")
+    fields = {name: settings(bases, *chain(*LAYOUTS[name]), processes=2) for name in names}
+    first = fields[names[0]]
+    runs: Runs = [(overrides, name, None) for name, overrides in fields.items()]
+    runs += [(first, "stopped", 2), (first, "stopped", None)]
+    endings = train_in_ranks(2, store.url, tmp_path / "ranks", runs)
+    assert endings == ["", *("" for _ in names[1:]), "PreemptedError", ""]
+    models = {LAYOUTS[name][0] for name in names}
+    alone: Runs = [(settings(bases, *model), "one", None) for model in sorted(models)]
+    assert train_in_ranks(1, store.url, tmp_path / "one", alone) == [""] * len(models)
+    for name, overrides in fields.items():
+        single = settings(bases, *LAYOUTS[name][0])
+        require_close(column(store, overrides, name), column(store, single, "one"))
+        norms = (column(store, *run, "grad_norm")[:1] for run in ((overrides, name), (single, "one")))
+        require_close(*norms)
+        if "elastic" in " ".join(overrides):
+            assert trained(store, tiny_spec(*overrides), name) == trained(store, tiny_spec(*single), "one")
+    assert trained(store, tiny_spec(*first), "stopped") == trained(store, tiny_spec(*first), names[0])
+    return store
+
+
+def test_adapters_of_experts_train_alike_when_they_are_distributed_and_resume_with_their_bits(
+    tmp_path: Path, bases: dict[str, str]
+) -> None:
+    store = train_all(tmp_path, bases, FAST)
+    spec = tiny_spec(*settings(bases, *chain(*LAYOUTS[FAST[0]]), processes=2))
+    checkpoint = open_checkpoint(store, identity_of(spec, FAST[0]), 4)
+    shapes = adapter_shapes(spec.model, VOCABULARY, spec.training.lora)
+    assert checkpoint.tensors.keys() == {prefix + name for name in shapes for prefix in ("", *MOMENTS.values())}
+    moved = checkpoint.tensor("model.layers.1.mlp.experts.down.lora_B.weight").unflatten(0, (4, -1))
+    assert all(matrix.any() for matrix in moved), "each expert has learned"
+
+
+@pytest.mark.drill
+def test_adapters_of_experts_train_alike_in_every_other_layout(tmp_path: Path, bases: dict[str, str]) -> None:
+    train_all(tmp_path, bases, [name for name in LAYOUTS if name not in FAST])

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -272,9 +273,15 @@ def test_merged_rows_are_those_of_exact_arithmetic_however_they_are_cut(lora: Lo
         for row, wide in zip(weight.tolist(), high.tolist(), strict=True)
     ]
     merged = torch.tensor(exact, dtype=torch.float64)
+    shapes = {name: tuple(tensor.shape) for name, tensor in matrices.items()}
     for cut in (1, 4, 6):
-        rows = merging_rows(lambda _, cut=cut: iter(weight.split(cut)), matrices, matrices.__getitem__, lora)
+
+        def rows_of(name: str, first: int = 0, stop: int | None = None, cut: int = cut) -> Iterator[Tensor]:
+            return iter(matrices.get(name, weight)[first:stop].split(cut))
+
+        rows = merging_rows(rows_of, shapes, rows_of, lora)
         assert torch.equal(torch.cat(list(rows("x.weight"))), merged.float())
+        assert torch.equal(torch.cat(list(rows("x.weight", 1, 5))), merged[1:5].float())  # of a fused matrix
         assert torch.equal(torch.cat(list(rows("y.weight"))), weight)  # has no adapter
     trained = AdaptedLinear(Linear(9, 6, bias=False), lora).double()
     for parameter, value in ((trained.weight, weight), (trained.lora_A.weight, low), (trained.lora_B.weight, high)):

@@ -176,8 +176,11 @@ def _check_adapted_experts(spec: Spec) -> Iterator[Problem]:
         message = "names one of gate_proj and up_proj, which are one matrix in experts"
         yield Problem("training.lora.targets", list(lora.targets), message, "name both, or none of them")
     elif {"gate_proj", "down_proj"} & set(lora.targets) and lora.rank is not None and lora.rank % unit:
-        message = f"makes rows of less than {GROUPED_BYTES} bytes in {spec.training.precision}, or of an odd number"
-        remedy = f"use a multiple of {unit}, or no gate_proj, up_proj and down_proj in training.lora.targets"
+        message = (
+            f"makes rows in {spec.training.precision} that are not a multiple of {GROUPED_BYTES} bytes, which the "
+            "products of experts need"
+        )
+        remedy = f"use a multiple of {unit}, or training.lora.targets without gate_proj, up_proj and down_proj"
         yield Problem("training.lora.rank", lora.rank, message, remedy)
     if spec.model.routing.balance == "bias":
         message = "changes biases of the weights, which training.lora leaves alone"
