@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal, NamedTuple, Self
 
+from holdfast.planning.adapters import adapter_activations, adapter_elements
 from holdfast.planning.answers import AnswerLot, answering
 from holdfast.planning.hardware import Accelerator
 from holdfast.planning.layout import HOLDFAST, MEGATRON, Layout, State
@@ -179,13 +180,18 @@ def memory(
     return max((_stage(*arguments, stage) for stage in stages), key=lambda each: each.total)
 
 
+def _plain_layers(shape: Architecture, layers: int, stage: int) -> int:
+    """Layers of a stage without experts, although the model has some."""
+    return min(layers, max(0, shape.dense_layers - stage * layers))
+
+
 def stage_parameters(shape: Architecture, layout: Layout, stage: int) -> tuple[float, float, float]:
     """Elements of one rank before sharding: its layers' shared part, its experts, and the model's ends.
 
     Tensor parallelism does not split experts.
     """
     layers = -(-shape.layers // layout.pipeline)
-    plain = min(layers, max(0, shape.dense_layers - stage * layers))  # without experts, although the model has some
+    plain = _plain_layers(shape, layers, stage)
     dense, experts = layers * shape.attention_weights + plain * 3 * shape.hidden * shape.dense_ffn, 0.0
     if shape.experts > 1:
         dense += (layers - plain) * shape.shared * shape.expert_weights
@@ -229,7 +235,7 @@ def layer_activations(
         feed_forward = wide * shape.ffn * size * shape.met
         per_token = norms + inputs + heads + statistics + scores + masks + feed_forward + routed
     if kind != "full" and practice.lora.rank is not None:
-        per_token += practice.lora.rank * len(practice.lora.targets) * size  # results of their first matrices
+        per_token += adapter_activations(shape, practice.lora) * size
     return per_token * _tokens(shape, layout)
 
 
@@ -337,35 +343,31 @@ def _held(shape: Architecture, layout: Layout, precision: str, practice: Practic
         optimizer = state.optimizer * (sharded if part else held)
         weights, gradients = state.weights * whole, state.gradients * whole
         return _Held(weights, gradients, optimizer, held, sharded, copies, layer, max(layer, ends), 0.0)
-    base = practice.lora.base
-    matrices = layers * (shape.attention_weights + shape.expert_weights) / layout.tensor
-    adapters = layers * _adapter(shape, layout, practice.lora)
-    own, wide = shards if full else 1, dense - matrices + ends + adapters
-    stored = STORED[base] * matrices / (1 if base == "nf4" else own)
+    base, own = practice.lora.base, shards if full else 1
+    plain = _plain_layers(shape, layers, stage)
+    matrices = dense - layers * shape.vectors + plain * shape.router
+    adapters, of_experts = adapter_elements(shape, layout, practice.lora, layers - plain, plain)
+    wide = dense - matrices + ends + adapters
+    sharded = adapters / shards + of_experts / layout.expert_shards(shards)
+    expert_shards = layout.expert_shards(own)
+    stored = STORED[base] * (matrices + experts if base == "nf4" else matrices / own + experts / expert_shards)
     gathered = 0.0 if base == "nf4" else min(1.0, STORED[base] / size)
     largest = shape.hidden * max(shape.query_width, shape.ffn) / layout.tensor
+    if shape.experts > 1:  # all experts of a layer are expanded together
+        largest = max(largest, shape.hidden * shape.ffn * shape.experts / layout.expert)
     expanding = {"fp32": 0.0, "bf16": size if size > STORED["bf16"] else 0.0, "nf4": EXPANDING}
+    copies = size * ((matrices + experts if base == "fp32" else 0.0) + ends + adapters + of_experts)
     return _Held(
-        weights=stored + state.weights * wide / own,
-        gradients=state.gradients * adapters / own,
-        optimizer=state.optimizer * adapters / (shards if part else 1),
-        trained=adapters,
-        sharded=adapters / shards,
-        copies=size * ((matrices if base == "fp32" else 0.0) + ends + adapters) if practice.autocast else 0.0,
-        layer=(dense - matrices + adapters + gathered * matrices) / layers,
-        gradient=adapters / layers,
+        weights=stored + state.weights * (wide / own + of_experts / expert_shards),
+        gradients=state.gradients * (adapters / own + of_experts / expert_shards),
+        optimizer=state.optimizer * (sharded if part else adapters + of_experts / layout.expert_shards(1)),
+        trained=adapters + of_experts / layout.expert_shards(1),
+        sharded=sharded,
+        copies=copies if practice.autocast else 0.0,
+        layer=(dense - matrices + adapters + of_experts + gathered * (matrices + experts)) / layers,
+        gradient=(adapters + of_experts) / layers,
         expanded=largest * expanding[base],
     )
-
-
-def _adapter(shape: Architecture, layout: Layout, lora: Lora) -> float:
-    """Elements of a layer's adapters on one rank before sharding. Tensor parallelism splits one of their matrices."""
-    hidden, query, key, ffn, cut = shape.hidden, shape.query_width, shape.key_width, shape.ffn, layout.tensor
-    by_rows = {"q_proj": query, "k_proj": key, "v_proj": key, "gate_proj": ffn, "up_proj": ffn}
-    by_columns = {"o_proj": query, "down_proj": ffn}
-    elements = sum(hidden + by_rows[name] / cut for name in lora.targets if name in by_rows)
-    elements += sum(by_columns[name] / cut + hidden for name in lora.targets if name in by_columns)
-    return (lora.rank or 0) * elements
 
 
 def _answering(
@@ -406,7 +408,10 @@ def _stage(
     flight = in_flight(layout, micro_batches, stage)
     recomputed = everything - kept if layout.checkpointing != "none" else 0.0
     within = max(tokens * 2 * shape.ffn * shape.met * size, attention_backward(shape, layout, precision, practice))
-    working = recomputed + within + tokens * 2 * shape.hidden * stream + own_state.expanded
+    within += tokens * 2 * shape.hidden * stream + own_state.expanded
+    if shape.experts > 1:  # gate and up of all experts, when what lies between them and the second matrices is freed
+        within = max(within, 2 * own_state.expanded - tokens * 4 * shape.ffn * shape.met * size)
+    working = recomputed + within
     ends_kept = forward = backward = 0.0
     if stage == layout.pipeline - 1:
         ends_kept, forward, backward = _head(shape, layout, precision, practice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from holdfast.engines.assignment import Assignment
 from holdfast.engines.torch.engine import TorchEngine
 from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import parameter_count
+from holdfast.model.lora import adapter_shapes
 from holdfast.planning import (
     ACCELERATORS,
     Accelerator,
@@ -117,6 +119,34 @@ def test_the_memory_of_a_real_step_of_adapters_is_within_five_percent(
     memory = planned(spec, vocabulary)
     estimate = memory.total - memory.terms["fragmentation"]
     assert estimate == pytest.approx(measured(spec, vocabulary), rel=BAR)
+
+
+@pytest.mark.parametrize(
+    ("base", "precision", "family"),
+    [
+        ("fp32", "fp32", "mixtral, experts: 4"),
+        ("bf16", "bf16", "mixtral, experts: 4"),
+        ("bf16", "fp32", "qwen2_moe, experts: 8, routing: {shared: 1}"),
+        ("nf4", "fp32", "mixtral, experts: 4"),
+    ],
+)
+def test_the_memory_of_a_real_step_of_adapted_experts_is_within_five_percent(
+    base: str, precision: str, family: str
+) -> None:
+    spec = parse_spec(
+        f"""
+        name: a
+        store: s3://bucket/prefix
+        data: {{sources: [{{uri: x}}]}}
+        model: {{layers: 4, hidden: 192, heads: 6, kv_heads: 2, context: 64, ffn: 256, init_from: x, family: {family}}}
+        training: {{steps: 3, global_batch: 8, micro_batch: 1, precision: {precision}, lora: {{rank: 8, base: {base}}}}}
+        """
+    )
+    memory = planned(spec, 512)
+    adapters = adapter_shapes(spec.model, 512, spec.training.lora).values()
+    assert memory.terms["gradients"] == 4 * sum(map(math.prod, adapters))
+    estimate = memory.total - memory.terms["fragmentation"]
+    assert estimate == pytest.approx(measured(spec, 512), rel=BAR)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
