@@ -184,7 +184,11 @@ def grouped(x_SD: Tensor, ends_E: Tensor, weights: Matrices) -> Tensor:
 
 def _linear(x: Tensor, ends_E: Tensor, matrix: Matrix) -> Tensor:
     is_narrow = len(matrix.stored) > 1 or matrix.stored[0].itemsize < _wide(x).itemsize
-    y = _FrozenProduct.apply(x.to(_wide(x)), ends_E, *matrix.stored) if is_narrow else _product(x, *matrix.stored, ends_E)
+    y = (
+        _FrozenProduct.apply(x.to(_wide(x)), ends_E, *matrix.stored)
+        if is_narrow
+        else _product(x, *matrix.stored, ends_E)
+    )
     if matrix.bias is not None:
         y = y + _bias(y, matrix.bias, ends_E)
     if matrix.adapter:

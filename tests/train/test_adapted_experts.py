@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import PeftModel
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -131,6 +130,8 @@ def test_adapted_experts_compute_and_learn_what_their_merged_model_does(override
 
 @pytest.mark.parametrize("overrides", [MIXTRAL, SHARED, GPT_OSS], ids=["mixtral", "shared", "oss"])
 def test_peft_loads_the_adapters_of_experts_to_our_logits(tmp_path: Path, overrides: tuple[str, ...]) -> None:
+    from peft import PeftModel
+
     lora, tokens = Lora(rank=RANK, alpha=12, rslora=True), global_batch(0, ignored=False)[:, :16]
     adapters = random_adapters(overrides, lora)
     write_base(tmp_path / "base", overrides)
