@@ -201,18 +201,18 @@ def peft_files(
     """
     files: dict[str, tuple[str, tuple[int, ...], int]] = {}  # the canonical name, shape and experts of each tensor
     parameters = set[str]()
-    for tensor, shape in {**shapes, **whole}.items():
+    for tensor, canonical_shape in {**shapes, **whole}.items():
         layer, is_of_experts, matrix = tensor.partition(EXPERTS)
         if not is_of_experts:
-            files[PREFIX + tensor] = tensor, shape, 1
+            files[PREFIX + tensor] = tensor, canonical_shape, 1
             continue
         which, _, end = matrix.partition(".")
         parameters.add(f"mlp.experts.{which}_proj")
         wrapper = "base_layer." if which == "gate_up" and f"{layer}{EXPERTS}down.{end}" in shapes else ""
-        experts = 1
+        (rows_count, columns), experts = canonical_shape, 1
         if end.startswith("lora_B"):
-            experts = shapes[f"{layer}{EXPERTS}{which}.lora_A.weight"][0] // shape[1]
-            shape = (shape[0] // experts, experts * shape[1])
+            experts = shapes[f"{layer}{EXPERTS}{which}.lora_A.weight"][0] // columns
+        shape = (rows_count // experts, experts * columns)
         files[f"{PREFIX}{layer}{EXPERTS}{wrapper}{end}"] = tensor, shape, experts
 
     def named(name: str) -> Iterator[Tensor]:

@@ -98,7 +98,7 @@ class AdaptedLinear(FrozenLinear):
         return result + self.lora_B(self.lora_A(x)) * self.scale if self.adapted else result
 
 
-class LowRank(nn.Module):
+class StackedAdapter(nn.Module):
     """The adapters of one matrix of each expert: [experts * rank, in] and [experts * out, rank]."""
 
     def __init__(self, matrix: Tensor, experts: int, rank: int) -> None:
@@ -127,7 +127,7 @@ class FrozenExperts(Experts):
         for name, target in EXPERT_MATRICES.items():
             matrix: Tensor = getattr(base, f"{name}_proj")
             if target in lora.targets:
-                setattr(self, name, LowRank(matrix, self.experts, lora.rank))
+                setattr(self, name, StackedAdapter(matrix, self.experts, lora.rank))
             if lora.base == "nf4":
                 rows, columns = matrix.shape
                 packed = torch.empty(rows, columns // 2, dtype=torch.uint8, device=matrix.device)
@@ -152,7 +152,7 @@ class FrozenExperts(Experts):
 
     def _matrix(self, name: str, bias: Tensor | None) -> Matrix:
         kept = ("packed", "scale") if self.stored == "nf4" else ("proj",)
-        low_rank: LowRank | None = getattr(self, name) if self.adapted else None
+        low_rank: StackedAdapter | None = getattr(self, name) if self.adapted else None
         adapter = () if low_rank is None else (low_rank.lora_A.weight, low_rank.lora_B.weight)
         return Matrix(tuple(getattr(self, f"{name}_{each}") for each in kept), bias, adapter, self.scale)
 
@@ -164,8 +164,8 @@ def scale_of(lora: Lora) -> float:
 
 
 def add_adapters(decoder: Decoder, lora: Lora) -> None:
-    """Give each matrix in `lora.targets` an adapter with unfilled weights, and freeze everything else but a scalar head.
-    The matrices of all layers are stored as `lora.base` says. Does nothing without a rank."""
+    """Give each matrix in `lora.targets` an adapter with unfilled weights, and freeze all else but a scalar head. The
+    matrices of all layers are stored as `lora.base` says. Does nothing without a rank."""
     if lora.rank is None:
         return
     for name, parameter in decoder.named_parameters():

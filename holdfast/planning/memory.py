@@ -380,6 +380,20 @@ def _answering(
     return answering(answers, shape, size, copied, whole.copies, accelerator.kind == "cpu")
 
 
+def _working(shape: Architecture, layout: Layout, precision: str, practice: Practice, expanded: float) -> float:
+    """Bytes of the backward pass of a layer on one rank, besides what its forward pass keeps."""
+    size, tokens = BYTES[precision], _tokens(shape, layout)
+    stream = 4.0 if practice.autocast else size
+    within = max(tokens * 2 * shape.ffn * shape.met * size, attention_backward(shape, layout, precision, practice))
+    within += tokens * 2 * shape.hidden * stream + expanded
+    if shape.experts > 1:  # gate and up of all experts, when what lies between them and the second matrices is freed
+        within = max(within, 2 * expanded - tokens * 4 * shape.ffn * shape.met * size)
+    if layout.checkpointing == "none":
+        return within
+    everything = layer_activations(shape, layout, precision, practice, "none")
+    return everything - layer_activations(shape, layout, precision, practice) + within
+
+
 def _stage(
     shape: Architecture,
     layout: Layout,
@@ -389,8 +403,7 @@ def _stage(
     practice: Practice,
     stage: int,
 ) -> Memory:
-    size, tokens = BYTES[precision], _tokens(shape, layout)
-    stream = 4.0 if practice.autocast else size
+    size = BYTES[precision]
     layers = -(-shape.layers // layout.pipeline)
     _, experts, ends = stage_parameters(shape, layout, stage)
     shards = layout.shard * layout.context if layout.sharding != "none" else 1
@@ -404,14 +417,8 @@ def _stage(
     )
 
     kept = layer_activations(shape, layout, precision, practice)
-    everything = layer_activations(shape, layout, precision, practice, "none")
     flight = in_flight(layout, micro_batches, stage)
-    recomputed = everything - kept if layout.checkpointing != "none" else 0.0
-    within = max(tokens * 2 * shape.ffn * shape.met * size, attention_backward(shape, layout, precision, practice))
-    within += tokens * 2 * shape.hidden * stream + own_state.expanded
-    if shape.experts > 1:  # gate and up of all experts, when what lies between them and the second matrices is freed
-        within = max(within, 2 * own_state.expanded - tokens * 4 * shape.ffn * shape.met * size)
-    working = recomputed + within
+    working = _working(shape, layout, precision, practice, own_state.expanded)
     ends_kept = forward = backward = 0.0
     if stage == layout.pipeline - 1:
         ends_kept, forward, backward = _head(shape, layout, precision, practice)

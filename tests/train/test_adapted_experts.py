@@ -45,7 +45,8 @@ SHARED = (*WIDE, "model.family=qwen2_moe", "model.routing.shared=1")
 GPT_OSS = (*WIDE, "model.family=gpt_oss", "model.sliding_window=4")
 DEEPSEEK = (
     *WIDE, "model.family=deepseek_v3", "model.routing.shared=1", "model.dense_layers=1", "model.dense_ffn=128",
-    "model.latent={query: 64, key_value: 64, rope: 8, value: 16}", "model.head_dim=24", "model.kv_heads=4", "model.routing.balance=none",
+    "model.latent={query: 64, key_value: 64, rope: 8, value: 16}", "model.head_dim=24", "model.kv_heads=4",
+    "model.routing.balance=none",
 )  # fmt: skip
 PHI3 = ("model.hidden=64", "model.ffn=64", "model.family=phi3", "model.tie_embeddings=false")  # fused when published
 CASES = {"mixtral": MIXTRAL, "shared": SHARED, "oss": GPT_OSS, "latent": DEEPSEEK, "fused": PHI3}
