@@ -185,7 +185,7 @@ def grouped(x_SD: Tensor, ends_E: Tensor, weights: Matrices) -> Tensor:
 def _linear(x: Tensor, ends_E: Tensor, matrix: Matrix) -> Tensor:
     is_narrow = len(matrix.stored) > 1 or matrix.stored[0].itemsize < _wide(x).itemsize
     y = (
-        _FrozenProduct.apply(x.to(_wide(x)), ends_E, *matrix.stored)
+        _FrozenGroupedProduct.apply(x.to(_wide(x)), ends_E, *matrix.stored)
         if is_narrow
         else _product(x, *matrix.stored, ends_E)
     )
@@ -197,7 +197,7 @@ def _linear(x: Tensor, ends_E: Tensor, matrix: Matrix) -> Tensor:
     return y
 
 
-class _FrozenProduct(torch.autograd.Function):
+class _FrozenGroupedProduct(torch.autograd.Function):
     """Rows times the matrices of their experts, which are saved for the backward pass as they are stored."""
 
     @staticmethod
