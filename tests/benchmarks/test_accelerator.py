@@ -15,6 +15,8 @@ from benchmarks.accelerator.request import Request
 from benchmarks.accelerator.runner import Bench
 from tests import warm
 
+pytestmark = pytest.mark.slow  # the fixture measures
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict[str, object]]]:

@@ -149,6 +149,7 @@ def test_retention_keeps_exactly_these_steps(folder_store: Store) -> None:
     assert len(names(folder_store, "packs")) == 5  # one per checkpoint, and the first, which holds `frozen`
 
 
+@pytest.mark.slow
 def test_a_store_failure_of_one_rank_reaches_rank_0_and_nothing_is_committed(tmp_path: Path) -> None:
     messages = in_ranks(3, _one_fails, f"file://{tmp_path / 'store'}", tmp_path)
     assert messages == ["StoreUnreachableError: put: rank 1 cannot write"] * 2 + [""]

@@ -224,6 +224,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_tensor(folder_store: 
     assert list(folder_store.list("runs/")) == []
 
 
+@pytest.mark.slow
 def test_training_from_imported_weights_matches_training_with_init_from(tmp_path: Path) -> None:
     spec = tiny_spec()
     folder = tmp_path / "llama"

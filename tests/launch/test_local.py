@@ -55,6 +55,7 @@ def test_the_gang_ends_with_the_code_of_the_rank_that_was_the_cause(
     assert run(tmp_path, *deeds).code == code
 
 
+@pytest.mark.slow
 def test_output_of_ranks_is_appended_to_the_launch_log(tmp_path: Path) -> None:
     for _ in range(2):
         ending = launched(tmp_path, job("0", "0"))

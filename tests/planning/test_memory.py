@@ -328,6 +328,7 @@ def test_offloaded_state_uses_host_memory_and_no_accelerator_memory() -> None:
     assert len({step("nvidia", offload) for offload in ("none", "optimizer", "parameters")}) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "vocabulary"),
     [

@@ -35,6 +35,7 @@ def test_a_crash_before_or_after_any_operation_loses_and_tears_nothing(ranks: st
         assert happened, point
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "half", "every"),
     [

@@ -414,6 +414,7 @@ def test_killed_while_the_model_is_described_and_repeated_it_is_whole(
     assert store.get(f"{folder}serving.py") != b"print('changed')", "code that MLflow runs is written anew"
 
 
+@pytest.mark.slow
 def test_two_concurrent_steps_register_one_version(home: Path, store: Store, finish: Finish, tmp_path: Path) -> None:
     finish()
     spec = tmp_path / "spec.yaml"

@@ -184,6 +184,7 @@ def test_a_repository_is_pinned_to_a_commit_when_the_run_is_submitted(hub: Hub, 
     assert len(hub.requests) == asked
 
 
+@pytest.mark.slow
 def test_a_script_reads_its_input_in_a_run(tmp_path: Path) -> None:
     (tmp_path / "words.txt").write_text("a b c")
     spec = load_spec(write(tmp_path, "words.txt"))

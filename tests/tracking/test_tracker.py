@@ -345,6 +345,7 @@ def test_importing_the_package_does_not_import_mlflow() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_while_the_database_is_made_leaves_none(bare_home: Path) -> None:
     code = """if True:
         from sqlalchemy import event

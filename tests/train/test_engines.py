@@ -36,6 +36,8 @@ from tests.once import once
 from tests.train.ranks import Runs, join, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
 
+pytestmark = pytest.mark.slow  # the fixture trains
+
 STRATEGIES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
 BOTH = [(strategy, "fp32") for strategy in STRATEGIES] + [(strategy, "bf16") for strategy in ("ddp", "fsdp", "zero3")]
 
@@ -192,7 +194,6 @@ def _places(rank: int, size: int, folder: Path) -> tuple[object, ...]:
     return tuple(places)
 
 
-@pytest.mark.slow
 def test_a_state_transfers_between_engines_bit_for_bit(tmp_path: Path) -> None:
     for digests in in_ranks(3, _hand_on, f"file://{tmp_path / 'store'}", tmp_path, seconds=300):
         assert len(digests) >= len(STRATEGIES)
@@ -296,7 +297,6 @@ class _Allocations(TorchDispatchMode):
         return result
 
 
-@pytest.mark.slow
 def test_one_process_computes_what_two_compute_and_small_batches_what_large_ones_do(
     store: Store, tmp_path: Path
 ) -> None:

@@ -27,6 +27,8 @@ from tests.train.test_preferences import FILLER, LORA, PAIRS, global_batch, samp
 from tests.train.test_worker import write_weights
 from tests.train.tiny_run import DATASET_ID, tiny_spec, write_dataset
 
+pytestmark = pytest.mark.slow  # the fixture trains
+
 TEMPLATE = "{% for m in messages %}{{ m['role'] + ':' + m['content'] }}{% endfor %}"
 CHAT = ("data.kind=chat", *PAIRS[1:-1])
 KINDS = {"chat": CHAT, "preferences": PAIRS, "adapters": (*PAIRS, *LORA)}
@@ -91,7 +93,6 @@ def test_a_disturbed_run_ends_with_the_bits_of_one_that_was_not_and_its_export_l
         assert tokenizer.apply_chat_template(messages, tokenize=False) == "user:aassistant:b"
 
 
-@pytest.mark.slow
 def test_every_objective_resumes_to_the_same_bits_with_its_terms_in_the_history_and_exports(tmp_path: Path) -> None:
     store, draw = open_store(f"file://{tmp_path / 'store'}"), np.random.default_rng(3)
     tokens = np.array([*chain(*(sample(draw) for _ in range(60))), FILLER], dtype=np.uint32)

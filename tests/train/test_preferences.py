@@ -245,6 +245,7 @@ def test_every_layout_computes_the_loss_of_the_paper(tmp_path: Path) -> None:
         require_loss_of_paper(tmp_path / str(size), size, [fields for ranks, fields in LAYOUTS if ranks == size])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runs", [SPLIT[:4], pytest.param(SPLIT[4:], marks=pytest.mark.drill)], ids=["some", "all"])
 def test_ranks_that_split_a_model_or_its_rows_compute_the_loss_of_the_paper(
     tmp_path: Path, runs: tuple[tuple[str, ...], ...]

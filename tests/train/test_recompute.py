@@ -25,6 +25,7 @@ def recomputing(kind: str) -> tuple[str]:
     return (f"training.activation_checkpointing={kind}",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layouts", [LAYOUTS, pytest.param(ZERO, marks=pytest.mark.drill)], ids=["torch", "deepspeed"])
 def test_recomputed_activations_have_the_same_bits(tmp_path: Path, layouts: list[tuple[str, str]]) -> None:
     runs = [

@@ -26,6 +26,8 @@ from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import Runs, identity_of, join, launch, train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, VOCABULARY, new_store, tiny_assignment, tiny_spec
 
+pytestmark = pytest.mark.slow  # the fixture trains
+
 # DeepSpeed swaps groups and weights of 1 MiB and more.
 LARGE = ("model.hidden=256", "model.layers=2", "training.global_batch=4", "training.micro_batch=2")
 # In bf16, half of such a matrix is that large, and not a multiple of a block.
@@ -63,7 +65,6 @@ def left(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.is_dir())
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
 def test_runs_with_swap_files_that_were_stopped_or_killed_have_the_bits_of_those_without_them(tmp_path: Path) -> None:
     store, swap = new_store(tmp_path / "store"), tmp_path / "swap"
@@ -96,7 +97,6 @@ def test_runs_with_swap_files_that_were_stopped_or_killed_have_the_bits_of_those
         assert len(digests) == 1, offload
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
 def test_a_run_with_weights_on_a_disk_has_the_bits_of_one_that_offloads_nothing(tmp_path: Path) -> None:
     store, swap = new_store(tmp_path / "store"), tmp_path / "swap"
@@ -143,7 +143,6 @@ def _lose_weights(rank: int, size: int, folder: Path) -> int:
     return len(weights)
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("compiled")
 def test_a_state_in_several_swap_files_transfers_between_engines_bit_for_bit(tmp_path: Path) -> None:
     for digests, losses, swapped in in_ranks(2, _hand_on, f"file://{tmp_path / 'store'}", tmp_path):
