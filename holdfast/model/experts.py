@@ -187,7 +187,7 @@ def _linear(x: Tensor, ends_E: Tensor, matrix: Matrix) -> Tensor:
     y = (
         _FrozenGroupedProduct.apply(x.to(_wide(x)), ends_E, *matrix.stored)
         if is_narrow
-        else _product(x, *matrix.stored, ends_E)
+        else _product(x, matrix.stored[0], ends_E)
     )
     if matrix.bias is not None:
         y = y + _bias(y, matrix.bias, ends_E)
