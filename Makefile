@@ -22,7 +22,7 @@ help:  ## Say what can be made
 demo: $(VENV)/.local  ## Install, then train, evaluate and register the quickstart model
 	$(BIN)/holdfast run examples/quickstart.yaml
 
-test: $(VENV)/.dev  ## Install, then check style, types, import rules and behaviour
+test: $(VENV)/.dev  ## Install, then check style, types, import rules and behaviour (not the slow tests)
 	$(MAKE) --no-print-directory --jobs=2 lint unit
 
 lint: $(VENV)/.dev  ## Check style, types and import rules
