@@ -91,7 +91,7 @@ def draw_training(
         Chart("Learning rate", [Series("rate", rate, "third")], height=190, from_zero=True),
         Chart("Throughput, tokens a second", [Series("tokens/s", speed, "fourth")], height=190, from_zero=True),
     ]
-    charts += _answer_charts(rows)
+    charts += answer_charts(rows)
     if used:
         charts.append(Chart("MFU, percent", [Series("MFU", used, "second")], height=190, from_zero=True))
     charts += [_where_time_goes(rows), *accelerator_charts(events)]
@@ -131,7 +131,7 @@ def draw_training(
     )
 
 
-def _answer_charts(rows: Sequence[Row]) -> list[Chart]:
+def answer_charts(rows: Sequence[Row]) -> list[Chart]:
     """The curves of a run that learns from its own answers. None of another run."""
     titles = {
         "reward": "Reward of an answer",

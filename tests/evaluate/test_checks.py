@@ -28,6 +28,22 @@ def judged(champion: Opponent | None = None, measured: Measured = FINE, **settin
 
 
 @pytest.mark.parametrize(
+    ("field", "bound", "outcome", "sentence"),
+    [
+        ("min_pass_at_1", 0.72, "blessed", "pass@1 0.7200 reaches the bound 0.72."),
+        ("min_pass_at_1", 0.73, "not_blessed", "pass@1 0.7200 does not reach the bound 0.73."),
+        ("min_pass_at_k", 0.79, "blessed", "pass@4 0.7900 reaches the bound 0.79."),
+        ("min_pass_at_k", 0.8, "not_blessed", "pass@4 0.7900 does not reach the bound 0.8."),
+    ],
+)
+def test_the_shares_of_solved_prompts_have_bounds(field: str, bound: float, outcome: str, sentence: str) -> None:
+    measured = FINE.model_copy(update={"pass_at_1": 0.72, "pass_at_k": 0.79})
+    results = list(checks(Evaluation.model_validate({field: bound, "answers": 4}), measured, None))
+    assert decide(results)[0] == outcome
+    assert sentence in [check.sentence for check in results]
+
+
+@pytest.mark.parametrize(
     ("field", "value"), [("max_loss", FINE.loss), ("max_perplexity", FINE.perplexity), ("max_bits_per_byte", 1.0)]
 )
 def test_each_bound_blesses_below_it_and_not_at_it_or_above(field: str, value: float) -> None:

@@ -96,6 +96,20 @@ def test_the_page_shows_verdict_curves_data_lineage_and_attempts(store: Store) -
     assert "Dropped: too short" not in text, "a reason that dropped nothing is not shown"
 
 
+def test_the_page_shows_the_curves_of_answers(store: Store) -> None:
+    names = ("reward", "answer_tokens", "kl", "entropy", "no_signal_share")
+    world.write_history(store, 40, more={f"objective.{name}": 0.5 for name in names})
+    text = " ".join(page(store, verdict())[1].texts)
+    for title in (
+        "Reward of an answer",
+        "Length of an answer",
+        "Divergence from",
+        "Entropy of",
+        "Groups whose answers",
+    ):
+        assert title in text, title
+
+
 def test_nothing_is_loaded_and_nothing_runs(store: Store) -> None:
     world.write_history(store, 50)
     html, read = page(store, verdict())

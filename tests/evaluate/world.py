@@ -8,6 +8,7 @@ import json
 import math
 import random
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -162,8 +163,10 @@ def finish(store: Store, decoder: Decoder, run_id: str = RUN, **result: object) 
     return export
 
 
-def write_history(store: Store, steps: int, attempts: int = 1, run_id: str = RUN) -> None:
-    """A realistic history: a falling, noisy loss, a warm-up, spikes, and `attempts` starts."""
+def write_history(
+    store: Store, steps: int, attempts: int = 1, run_id: str = RUN, more: Mapping[str, float] | None = None
+) -> None:
+    """A realistic history: a falling, noisy loss, a warm-up, spikes, and `attempts` starts. `more` is in each row."""
     rng = random.Random(1)
     start_time, rows = 1_790_000_000.0, []
     starts = [round(index * steps / attempts) for index in range(attempts)]
@@ -178,6 +181,7 @@ def write_history(store: Store, steps: int, attempts: int = 1, run_id: str = RUN
         progress = step / steps
         rows.append(
             {
+                **(more or {}),
                 "step": step,
                 "time": clock,
                 "loss": 2.1 + 6.2 * math.exp(-8 * progress) - 0.6 * progress + rng.gauss(0, 0.09),

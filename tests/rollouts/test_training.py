@@ -67,13 +67,13 @@ def test_a_stopped_run_learns_from_the_same_answers(store: Store, tmp_path: Path
 def test_ranks_learn_from_the_same_answers_at_any_number(store: Store, tmp_path: Path) -> None:
     fields = overrides(*ELASTIC, "training.grpo.updates=2")
     assert train_in_ranks(1, store.url, tmp_path / "one", [(fields, "", None)]) == [""]
-    assert train_in_ranks(2, store.url, tmp_path / "two", [(fields, "two", None), (fields, "changed", 1)]) == [
-        "",
-        "PreemptedError",
-    ]
+    two: Runs = [(fields, "two", None), (fields, "changed", 1), (fields, "grown", 1)]
+    assert train_in_ranks(2, store.url, tmp_path / "two", two) == ["", "PreemptedError", "PreemptedError"]
+    four: Runs = [(fields, "four", None), (fields, "grown", None)]
+    assert train_in_ranks(4, store.url, tmp_path / "four", four) == ["", ""]
     assert train_in_ranks(1, store.url, tmp_path / "rest", [(fields, "changed", None)]) == [""]
     spec = prompt_spec(*ELASTIC, "training.grpo.updates=2")
-    for salt in ("two", "changed"):
+    for salt in ("two", "four", "changed", "grown"):
         assert trained(store, spec, salt) == trained(store, spec)
         assert answers(store, spec, salt) == answers(store, spec)
 

@@ -10,13 +10,24 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 from holdfast.checkpoint import list_attempts
 from holdfast.dataset import Manifest
-from holdfast.pages import Chart, Series, account_tiles, draw_chart, draw_time, number, points, render, smooth
+from holdfast.pages import (
+    Chart,
+    Series,
+    account_tiles,
+    answer_charts,
+    draw_chart,
+    draw_time,
+    number,
+    points,
+    render,
+    smooth,
+)
 from holdfast.scoring.verdict import Measured, Verdict
 from holdfast.spec.load import dump_spec
 from holdfast.spec.plan import Segment, changes_in_words
@@ -107,6 +118,7 @@ def _curves(verdict: Verdict, history: Sequence[Row], attempts: Sequence[_Attemp
         Chart("Learning rate", [Series("rate", rate, "third")], 520, 190, True),
         Chart("Throughput, tokens a second", [Series("tokens/s", speed, "fourth")], 1080, 170, True, marks=marks),
     ]
+    small += [replace(chart, width=520) for chart in answer_charts(history)]
     small = [chart for chart in small if held_out is not None or chart.series[0].points]  # a script logs what it likes
     return {
         "large": _drawn(large) if loss or held_out is not None else None,
