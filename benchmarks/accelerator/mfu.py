@@ -71,7 +71,7 @@ def measure_mfu(request: Request) -> None:
 
 
 def bare_step(spec: Any, vocabulary: int, device: torch.device, micro: int) -> Callable[[torch.Tensor], None]:
-    """A bare torch loop over the same model: autocast, clip, fused AdamW."""
+    """A bare torch loop over the same model: autocast, clip, fused AdamW. Layers are compiled if the spec says so."""
     from holdfast.engines.torch.optimizers import parameter_groups
     from holdfast.model.decoder import Decoder
 
@@ -79,6 +79,9 @@ def bare_step(spec: Any, vocabulary: int, device: torch.device, micro: int) -> C
     with device:
         model = Decoder(spec.model, vocabulary)
     fill(model)
+    if spec.training.compile:
+        for layer in model.model.layers:
+            layer.compile()
     groups = parameter_groups(model.named_parameters(), spec.training.optimizer)
     optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), fused=True)
 

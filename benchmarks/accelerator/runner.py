@@ -93,8 +93,8 @@ class Bench:
             self.results["recovery"] = self._recovery or self._killed_and_resumed("recovery runs")
         elif section == "mfu":
             levels = ("off", "exact", "exact-documents", "bare")
-            compiled = ("off-compiled", "exact-compiled", "exact-documents-compiled")
-            for variant in levels if self._request.tiny else (*levels, *compiled):
+            compiled = () if self._request.tiny else tuple(f"{level}-compiled" for level in levels)
+            for variant in (*levels, *compiled):
                 self.measure("mfu", variant, "mfu", variant=variant)
         else:
             folder = self._folder / section
