@@ -39,8 +39,8 @@ unit: $(VENV)/.dev  ## Run the tests
 	$(BIN)/pytest -n 4
 
 drill: $(VENV)/.dev  ## Run what takes long: slow tests, faults again and again, sweeps
-	$(BIN)/pytest -n 4 -m 'slow and not drill' --durations=25
-	$(BIN)/pytest -n 3 -m drill --durations=25 -ra
+	failed=; $(BIN)/pytest -n 4 -m 'slow and not drill' --durations=25 || failed=1; \
+	$(BIN)/pytest -n 3 -m drill --durations=25 -ra || failed=1; [ -z "$$failed" ]
 
 docs: $(VENV)/.dev  ## Build the documentation as a site, in build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -23,7 +23,6 @@ from xdist.scheduler import LoadFileScheduling
 from holdfast.pipelines.chaos.s3 import S3Server
 from holdfast.store import Store, open_store
 
-gc.disable()  # until all test files are imported: they make a million objects that live to the end
 os.environ["DVC_NO_ANALYTICS"] = "true"  # tests send no usage data
 # The duration of an example depends on the load of the machine, not on the code.
 hypothesis.settings.register_profile(
@@ -100,10 +99,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=lambda item: (rank_of(item.nodeid), -long[item.path]))
 
 
-def pytest_collection_finish() -> None:
-    """Collect garbage again, but never look at the modules of tests."""
-    gc.freeze()
-    gc.enable()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collect no garbage while test files are imported, and never look at what they made: a million objects that live
+    to the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _file_of(nodeid: str) -> str:

@@ -48,7 +48,6 @@ def plan_text(name: str, gpus: int) -> str:
     return "\n".join([*lines, f"  {run.gpu_hours:,.0f} GPU-hours, goodput {run.goodput:.2%}"])
 
 
-@pytest.mark.slow
 def test_plans_are_those_that_were_looked_at() -> None:
     text = "\n\n".join(plan_text(name, gpus) for name in MODELS for gpus in (8, 64, 1024)) + "\n"
     if os.environ.get("HOLDFAST_UPDATE_GOLDEN"):

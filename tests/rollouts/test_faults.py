@@ -25,7 +25,6 @@ COMMON = ("training.grpo.group=2", "training.global_batch=8", "training.micro_ba
 FAULTY = f"""\
 import time
 from pathlib import Path
-import pytest
 
 def reward(record, answer):
     if Path(__file__).with_name("changed").exists():

@@ -53,7 +53,7 @@ from holdfast.engines.weights import COUNTER, state_prefix
 from holdfast.launch.device import local_device
 from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import AVERAGE
-from holdfast.model.lora import FrozenLinear, add_adapters
+from holdfast.model.lora import FrozenExperts, FrozenLinear, add_adapters
 from holdfast.objectives.interface import Objective, count_terms, metrics_of, weighted
 from holdfast.objectives.next_token import NextToken
 from holdfast.objectives.table import build_objective
@@ -355,8 +355,9 @@ class TorchEngine:
             for parameter in chain(*(part.parameters() for part in self._parts), self._frozen.parameters()):
                 parameter.zero_()
             for module in chain.from_iterable(part.modules() for part in self._parts):
-                if isinstance(module, FrozenLinear) and module.stored == "nf4":
-                    module.block_scale.zero_()
+                if isinstance(module, FrozenLinear | FrozenExperts):
+                    for _, _, scales in module.packed_matrices():
+                        scales.zero_()
         batch = self._accumulation.warm_up_rows()
         rows = torch.arange(batch * (self._spec.model.context + 1)) % vocabulary
         for _ in range(2 if self._world > 1 else 1):

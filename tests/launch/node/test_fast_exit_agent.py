@@ -28,7 +28,6 @@ from tests.launch.test_local import job
 LONG = 60.0  # seconds; no test waits that long
 DEAF = """
 import faulthandler, os, signal, sys, time
-import pytest
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 for folder in sys.argv[1:]:
     faulthandler.register(signal.SIGUSR1, open(f"{folder}/{os.getpid()}.stacks", "wb", buffering=0))
