@@ -49,7 +49,7 @@ class Assignment(BaseModel):
     pause_at: int | None = None  # the launch ends with a measured checkpoint at this step; None: at the last step
     micro_batch_candidates: tuple[int, ...] = ()  # not empty: the launch is a trial of micro-batches and trains nothing
     speeds: tuple[float, ...] = ()  # of the ranks of this launch, measured by them; empty: equal ones
-    first_weights: str = ""  # digest of the weights of model.init_from, as in the run id
+    first_weights: str = ""  # digests of the weights that it reads, as in the run id
 
     @classmethod
     def recorded(cls, record: Mapping[str, Any], source: str) -> Assignment:

@@ -7,6 +7,7 @@ identifying weights fetches none of them. The Hub's address is HF_ENDPOINT, the 
 from __future__ import annotations
 
 import glob
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -263,7 +264,10 @@ def weights_digest(location: str | None, field: str = "model.init_from") -> str:
 
 
 def require_weights(location: str, named: str, field: str = "model.init_from") -> None:
-    """Raises DataError unless the weights at `location` have the digest `named` from the run's identity."""
+    """Raises DataError unless the weights at `location` have the digest `named` from the run's identity. Local rank 0
+    compares for all ranks that read the same disk."""
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return
     if (actual := weights_digest(location, field)) != named:
         raise DataError(
             f"{field}: {location} holds other weights ({actual[:16]}) than those the run id was made from "

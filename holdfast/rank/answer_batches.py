@@ -28,6 +28,7 @@ from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import AnsweringEngine
 from holdfast.launch.device import device_name, local_device
 from holdfast.model.decoder import Decoder
+from holdfast.model.hub import reward_models
 from holdfast.rewards.process import RewardProcess
 from holdfast.rollouts.advantages import filler_word, has_signal, has_whole_rows, rows_of, scored_rows, widened
 from holdfast.rollouts.generation import LENGTH, Generated, generate_lot, sampling_of
@@ -100,8 +101,10 @@ class AnswerBatches:
                 f"training.grpo.answer_tokens = {self._settings.answer_tokens} it exceeds model.context = "
                 f"{spec.model.context}; raise model.context, lower answer_tokens, or remove the prompt"
             )
+        if reward_models(spec.training):  # they also score the answers of the evaluation
+            length = max(length, dataset.prompts("validation").longest()[0])
         longest, device = length + self._settings.answer_tokens, local_device(spec.accelerator)
-        self._reward_models = RewardModels(spec.training, dataset.vocabulary, longest, device, spec.first_weights)
+        self._reward_models = RewardModels(spec.training, dataset, longest, device, spec.first_weights)
 
     @property
     def metrics(self) -> Mapping[str, float]:

@@ -91,15 +91,13 @@ def first_state(spec: Assignment, vocabulary: int, store: Store | None = None) -
         spec.training.distillation.teacher,
     )
     state: FirstState = seeded
-    is_checking = int(os.environ.get("LOCAL_RANK", "0")) == 0  # for all ranks that read the same disk
     digest, theirs, *_ = f"{spec.first_weights}+".split("+")
     if own is not None:
-        if is_checking:
-            require_weights(own, digest)
+        require_weights(own, digest)
         state = AdaptedState(ImportedState(own, spec.model, vocabulary, _packed_base(spec, store, digest)), seeded)
     if spec.training.ema.decay is not None:
         state = AveragedState(state)
-    if teacher is not None and is_checking:
+    if teacher is not None:
         require_weights(teacher, theirs, TEACHER_FIELD)
     return state if teacher is None else TaughtState(state, ImportedState(teacher, None, vocabulary))
 

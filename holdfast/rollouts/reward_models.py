@@ -9,7 +9,10 @@ from collections.abc import Sequence
 
 import torch
 
+from holdfast.dataset import Dataset
+from holdfast.dataset.vocabulary import token_ids
 from holdfast.model.decoder import Decoder
+from holdfast.model.files import TOKENIZER_BYTES, Files, read_bytes
 from holdfast.model.hub import REWARDS_FIELD, require_weights, reward_models
 from holdfast.model.hugging_face import empty_on, open_weights
 from holdfast.runtime.environment import cache_dir
@@ -21,19 +24,18 @@ class RewardModels:
     """The reward models of `training.grpo.rewards`, in fp32."""
 
     def __init__(
-        self, training: Training, vocabulary: int, longest: int, device: torch.device, first_weights: str | None = None
+        self, training: Training, dataset: Dataset, longest: int, device: torch.device, first_weights: str
     ) -> None:
-        """`longest` is the number of tokens of the longest text. With `first_weights`, the digests in the run id are
-        compared. Raises DataError for a model that does not fit or has other weights, and MissingError."""
+        """`longest` is the number of tokens of the longest text. `first_weights` has the digests of the run id. Raises
+        DataError for a model that does not fit or has other weights, and MissingError."""
         self._device = device
         self._models: dict[int, Decoder] = {}
-        digests = [] if first_weights is None else first_weights.split("+")[2:]
+        digests = first_weights.split("+")[2:]
         for place, (number, location) in enumerate(reward_models(training)):
             field = f"{REWARDS_FIELD}.{number}.model"
-            if first_weights is not None:
-                require_weights(location, digests[place] if place < len(digests) else "", field)
+            require_weights(location, digests[place] if place < len(digests) else "", field)
             weights = open_weights(location, cache_dir())
-            shape = weights.shape
+            shape, vocabulary, different = weights.shape, dataset.vocabulary, _different_token(weights.files, dataset)
             for fits, problem, remedy in (
                 (
                     shape.head == "scalar",
@@ -43,6 +45,11 @@ class RewardModels:
                 (
                     weights.vocabulary == vocabulary,
                     f"has a vocabulary of {weights.vocabulary}, and the run one of {vocabulary}",
+                    "use one with the tokenizer of data.tokenizer",
+                ),
+                (
+                    not different,
+                    f"does not have the tokenizer of the run: {different}",
                     "use one with the tokenizer of data.tokenizer",
                 ),
                 (
@@ -63,3 +70,21 @@ class RewardModels:
         row = torch.tensor([[*prompt, *answer]], device=self._device)
         with torch.no_grad(), torch.autocast(self._device.type, enabled=False):
             return {number: float(model.rewards(model.hidden(row))[0, -1]) for number, model in self._models.items()}
+
+
+def _different_token(files: Files, dataset: Dataset) -> str:
+    """How the tokenizer.json of a model, if it has one, differs from the run's: the first token with another id. Empty
+    if all of the run's tokens are the same. The model may have more."""
+    raw = read_bytes(files, "tokenizer.json", TOKENIZER_BYTES)
+    if raw is None:
+        return ""
+    try:
+        theirs = token_ids(raw.decode("utf-8", "replace"))
+    except DataError as error:
+        return str(error)
+    for token, number in token_ids(dataset.tokenizer_json()).items():
+        if theirs.get(token) != number:
+            return (
+                f"token {token!r} has the id {number} in the run, and {theirs.get(token, 'none')} in its tokenizer.json"
+            )
+    return ""

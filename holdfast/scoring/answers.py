@@ -15,9 +15,12 @@ from holdfast.spec.tree import Spec
 SEED = 0  # of the sampled answers: the same numbers for every model
 
 
-def score_answers(spec: Spec, model: ExportedModel, dataset: Dataset, code: str) -> dict[str, float]:
+def score_answers(
+    spec: Spec, model: ExportedModel, dataset: Dataset, code: str, first_weights: str = ""
+) -> dict[str, float]:
     """The fields of `Measured` from the rewards of sampled answers to the first held-out prompts. `code` is the folder
-    of the bundle of user code. Raises DataError for a prompt that leaves no room for an answer."""
+    of the bundle of user code. `first_weights` has the digests of the weights that the run read. Raises DataError for a
+    prompt that leaves no room for an answer, and for a reward model with other weights."""
     settings, evaluation = spec.training.grpo, spec.evaluation
     prompts = dataset.prompts("validation")
     length, longest = prompts.longest()
@@ -32,7 +35,7 @@ def score_answers(spec: Spec, model: ExportedModel, dataset: Dataset, code: str)
     sampling = sampling_of(settings, evaluation.answers, SEED, end)
     count, solved, solved_prompts, total = min(len(prompts), evaluation.max_prompts), 0, 0, 0.0
     environment, device = settings.environment, model.decoder.model.embed_tokens.weight.device
-    models = RewardModels(spec.training, dataset.vocabulary, length + settings.answer_tokens, device)
+    models = RewardModels(spec.training, dataset, length + settings.answer_tokens, device, first_weights)
     with RewardProcess(settings.rewards, code, environment) as rewards:
         for first in range(0, count, settings.lot):
             lot = [prompts[number] for number in range(first, min(first + settings.lot, count))]

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.pipelines.backends.request import check_for_cluster
 from holdfast.pipelines.paths import absolute, store_root, with_absolute_paths
-from holdfast.spec import parse_spec
+from holdfast.spec import SpecError, parse_spec
+from tests.rollouts.prompt_run import prompt_spec
 
 
 def test_local_paths_become_absolute_and_urls_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -36,6 +38,21 @@ def test_local_paths_become_absolute_and_urls_stay(tmp_path: Path, monkeypatch: 
     assert absolute.data.sources[5].repo == "https://host/repo"
     assert absolute.data.tokenizer.path == f"{tmp_path}/tokenizer.json"
     assert absolute.model.init_from == f"{tmp_path}/base"
+
+
+def test_the_paths_of_reward_models_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    models = ("scores", "/already/absolute", "s3://bucket/key", "hf://owner/name")
+    rewards = ", ".join(f"{{kind: model, model: '{model}'}}" for model in models)
+    spec = prompt_spec(f"training.grpo.rewards=[exact, {rewards}]")
+    found = [reward.model for reward in with_absolute_paths(spec).training.grpo.rewards]
+    assert found == [None, f"{tmp_path}/scores", *models[1:]]
+    with pytest.raises(SpecError) as error:
+        check_for_cluster(spec, "s3://bucket/store")
+    refused = {problem.field for problem in error.value.problems}
+    assert {"training.grpo.rewards.1.model", "training.grpo.rewards.2.model"} == {
+        field for field in refused if field.startswith("training.")
+    }
 
 
 def test_a_folder_is_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,15 @@ def test_code_passes_its_tests_in_a_process_of_its_own() -> None:
     assert leaving.values == [0.0, 0.0]
     assert missing.values == [0.0, 1.0]
     assert "has no 'tests'" in missing.errors[0]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_of_a_reward_model_that_is_not_finite_is_a_failure(value: float) -> None:
+    settings = [Reward(kind="model", model="m", on_failure=-2, weight=3), Reward(kind="model", model="n")]
+    with RewardProcess(settings) as rewards:
+        found = rewards.score({}, "x", {0: value, 1: 0.5})
+    assert (found.values, found.errors) == ([-2.0, 0.5], [f"the reward model gives {value}", ""])
+    assert found.total(settings) == -5.5
 
 
 @pytest.mark.slow

@@ -92,4 +92,3 @@ def test_kills_lose_and_repeat_no_prompt(tmp_path: Path, variant: str) -> None:
     assert places(store, spec, "killed") == whole
     assert [place for _, place, _ in whole] == list(range(len(whole))), "each place of the sequence once"
     print(f"{variant}: {KILLS} kills, {len(whole)} prompts, 0 lost, 0 repeated, {STEPS} steps with equal bits")
-    print("NeMo-RL reports 675 of 736 skipped prompts from one fault (NVIDIA-NeMo/RL pull request 3599)")

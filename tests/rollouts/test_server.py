@@ -107,7 +107,7 @@ def source(server: Server, seconds: float = 20) -> AnswerSource:
     return AnswerSource(software="random", url=server.url, weights=str(server.folder), timeout_seconds=seconds)
 
 
-def asked(server: Server, seconds: float = 20) -> PolicyServer:
+def policy_server(server: Server, seconds: float = 20) -> PolicyServer:
     """The server, whose model `now` exists."""
     (server.folder / "run" / "now").mkdir(parents=True, exist_ok=True)
     server.weights["now"] = 0
@@ -115,7 +115,7 @@ def asked(server: Server, seconds: float = 20) -> PolicyServer:
 
 
 def test_answers_end_with_the_token_that_a_server_leaves_out(server: Server) -> None:
-    lots = asked(server).lot("now", PROMPTS)
+    lots = policy_server(server).lot("now", PROMPTS)
     assert [len(each) for each in lots] == [2, 2]
     for answer in (answer for each in lots for answer in each):
         assert (answer.tokens[-1] == 0) == (answer.ending == "stop")
@@ -127,16 +127,16 @@ def test_answers_end_with_the_token_that_a_server_leaves_out(server: Server) -> 
 
 def test_requests_wait_for_a_server_that_fails_or_has_other_weights(server: Server) -> None:
     server.failures, server.stale = 3, 3
-    assert len(asked(server).lot("now", PROMPTS)) == 2
+    assert len(policy_server(server).lot("now", PROMPTS)) == 2
     assert len(server.requests) == 8
 
 
 def test_older_weights_are_refused(server: Server) -> None:
     server.stale = 10**6
     with pytest.raises(MissingError, match=r"this step: it answers as the model 'an older one'.*now"):
-        asked(server, 0.5).lot("now", PROMPTS)
+        policy_server(server, 0.5).lot("now", PROMPTS)
     with pytest.raises(MissingError, match="has no model of that name"):
-        asked(server, 0.5).lot("later", PROMPTS)
+        policy_server(server, 0.5).lot("later", PROMPTS)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +152,7 @@ def test_older_weights_are_refused(server: Server) -> None:
 def test_an_answer_that_is_none_is_an_error(server: Server, change: dict[str, Any], message: str) -> None:
     server.change = {"finish_reason": "length", **change}
     with pytest.raises(DataError, match=message):
-        asked(server).lot("now", PROMPTS)
+        policy_server(server).lot("now", PROMPTS)
 
 
 def test_a_server_that_is_away_ends_the_run_with_an_error(server: Server) -> None:
@@ -163,13 +163,13 @@ def test_a_server_that_is_away_ends_the_run_with_an_error(server: Server) -> Non
 
 def test_all_lots_of_a_step_have_one_limit(server: Server) -> None:
     server.seconds = 0.4
-    asking = asked(server, 0.7)
-    asking.lot("now", PROMPTS)
+    limited = policy_server(server, 0.7)
+    limited.lot("now", PROMPTS)
     with pytest.raises(MissingError, match=r"within 0\.7 s, the limit of a step on a rank"):
         for _ in range(3):
-            asking.lot("now", PROMPTS)
-    asking.start_step()
-    asking.lot("now", PROMPTS)
+            limited.lot("now", PROMPTS)
+    limited.start_step()
+    limited.lot("now", PROMPTS)
 
 
 def test_the_watchdog_sees_how_long_a_rank_waits_for_a_server(
@@ -179,7 +179,7 @@ def test_the_watchdog_sees_how_long_a_rank_waits_for_a_server(
     heartbeat.publish(tmp_path, begins=0, outside=[])
     page = heartbeat.HeartbeatReader(tmp_path / f"{os.getpid()}{heartbeat.SUFFIX}")
     server.look = page.read
-    asked(server, 20).lot("now", PROMPTS)
+    policy_server(server, 20).lot("now", PROMPTS)
     assert [(seen.requests, seen.allowed) for seen in server.seen] == [(1, 20.0)] * 2
     assert (page.read().requests, page.read().allowed) == (0, 0.0)
 
@@ -261,7 +261,7 @@ def test_a_stopped_run_replays_the_answers_of_a_server(server: Server, tmp_path:
     spec = prompt_spec(given[-1])
     assert train_in_ranks(1, store.url, tmp_path / "first", [(given, "", None)]) == [""]
     whole = answers(store, spec)
-    assert len(server.requests) == 16, "a prompt is asked once"
+    assert len(server.requests) == 16, "each prompt is sent once"
     assert len(set(server.weights.values())) == 4, "each step has other weights"
     assert [len(list((server.folder / identity_of(spec)).iterdir()))] == [2], "each run has its own folder"
     for record in whole:
@@ -272,7 +272,7 @@ def test_a_stopped_run_replays_the_answers_of_a_server(server: Server, tmp_path:
         store.put(info.key.replace(run, again), store.get(info.key))
     assert train_in_ranks(1, store.url, tmp_path / "cut", [(given, "again", 1)]) == ["PreemptedError"]
     assert train_in_ranks(1, store.url, tmp_path / "rest", [(given, "again", None)]) == [""]
-    assert len(server.requests) == 16, "recorded answers are not asked again"
+    assert len(server.requests) == 16, "recorded answers are not generated again"
     assert trained(store, spec, "again") == trained(store, spec)
 
 
@@ -287,7 +287,7 @@ def test_a_server_answers_for_stages_with_the_weights_of_all_ranks(server: Serve
     )  # fmt: skip
     runs: Runs = [(given, "", None), (given, "cut", 1), (given, "cut", None)]
     assert train_in_ranks(2, store.url, tmp_path / "ranks", runs) == ["", "PreemptedError", ""]
-    assert len(server.requests) == 2 * 16, "a prompt is asked once"
+    assert len(server.requests) == 2 * 16, "each prompt is sent once"
     first, *later = server.weights.values()
     assert first == tiny_spec().model.hidden, "the norm begins with ones"
     assert len({first, *later}) == len(server.weights) == 7, "two runs of four steps begin with the same weights"
@@ -304,7 +304,7 @@ def test_a_killed_run_asks_again_only_for_what_it_did_not_record(server: Server,
     before = answers(store, spec)
     assert [(record.step, record.lot) for record in before] == [(1, 0), (1, 1), (2, 0), (2, 1), (3, 0)]
     assert train_in_ranks(1, store.url, tmp_path / "rest", [(given, "", None)]) == [""]
-    assert len(server.requests) == 16, "a prompt is asked once"
+    assert len(server.requests) == 16, "each prompt is sent once"
     assert answers(store, spec)[: len(before)] == before
 
 

@@ -28,7 +28,7 @@ from holdfast.pages import (
     render,
     smooth,
 )
-from holdfast.scoring.verdict import Measured, Verdict
+from holdfast.scoring.verdict import Measured, Verdict, solved_shares
 from holdfast.spec.load import dump_spec
 from holdfast.spec.plan import Segment, changes_in_words
 from holdfast.spec.tree import Spec
@@ -78,9 +78,8 @@ def _tiles(verdict: Verdict, result: dict[str, Any], history: Sequence[Row]) -> 
         ("Perplexity", f"{verdict.metrics['perplexity']:.4g}", "exp of the loss") if is_text else None,
         ("Bits per byte", f"{verdict.metrics['bits_per_byte']:.4f}", "of UTF-8 text") if is_text else None,
         *(
-            (f"pass@{k}", f"{verdict.metrics[name]:.1%}", "of the held-out prompts")
-            for name, k in (("pass_at_1", 1), ("pass_at_k", verdict.settings.answers))
-            if name in verdict.metrics and (k > 1 or name == "pass_at_1")
+            (name, f"{share:.1%}", "of the held-out prompts")
+            for name, share in solved_shares(verdict.metrics, verdict.settings.answers)
         ),
         ("Parameters", number(result["parameters"]), "trained") if result.get("parameters") else None,
         ("Tokens", number(result["tokens"]), f"in {verdict.step:,} steps") if result.get("tokens") else None,

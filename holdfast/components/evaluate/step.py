@@ -53,6 +53,7 @@ class Trained(BaseModel):
     seconds: float
     tokens: int = 0
     parameters: int = 0
+    first_weights: str = ""  # digests of the weights that it read
 
 
 def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
@@ -143,7 +144,8 @@ class _TextScorer:
         )
         self._context = model.decoder.shape.context
         if self._spec.data.kind == "prompts":
-            measured = measured.model_copy(update=score_answers(self._spec, model, self._dataset, entered_folder()))
+            answers = score_answers(self._spec, model, self._dataset, entered_folder(), trained.first_weights)
+            measured = measured.model_copy(update=answers)
         if math.isfinite(measured.loss):
             self.samples = _samples(self._spec, model)
         return self._with_command(measured, store, trained.export, trained.export_digest)

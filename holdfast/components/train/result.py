@@ -28,6 +28,7 @@ class TrainingResult(BaseModel):
     attempts: int
     seconds: float  # from the first attempt to the end
     segments: tuple[Segment, ...] = ()  # the plans of the run, in order
+    first_weights: str = ""  # digests of the weights that it read, as in the run id
 
 
 class ScriptResult(BaseModel):

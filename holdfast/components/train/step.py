@@ -107,7 +107,7 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
             assignment = Assignment.of(planned, identity, dataset_id, weights)
             auto, vocabulary = spec.parallel.auto, dataset.vocabulary
             run_gang(planned, assignment, store, launcher, replan, auto=auto, vocabulary=vocabulary)
-            result = _finish(planned, identity, dataset_id, store)
+            result = _finish(planned, assignment, store)
             ended(f"loss {result.loss:.4f} at step {result.step}")
         log.info("run %s: trained, loss %.4f at step %d", identity, result.loss, result.step)
         return result
@@ -273,8 +273,9 @@ def _describe(ending: GangExit, identity: str, advice: str) -> str:
     return f"run {identity}: training ended ({ending.reason}). {detail}; the end of the log:\n{tail}"
 
 
-def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> TrainingResult:
+def _finish(spec: Spec, assignment: Assignment, store: Store) -> TrainingResult:
     """Export the final checkpoint and write the result. Every writer produces the same bytes."""
+    identity, dataset_id = assignment.run_id, assignment.dataset_id
     manifest = read_manifest(store, identity, _final_step(spec, identity, store))
     dataset = Dataset.open(store, dataset_id, cache_dir())
     export_digest = export(spec, manifest, dataset, store)
@@ -293,6 +294,7 @@ def _finish(spec: Spec, identity: str, dataset_id: str, store: Store) -> Trainin
         segments=manifest.segments,
         attempts=len(attempts),
         seconds=time.time() - attempt_began(store, identity, attempts[0]),
+        first_weights=assignment.first_weights,
     )
     store.put_if_absent(layout.result(identity), result.model_dump_json(indent=2).encode())
     return result

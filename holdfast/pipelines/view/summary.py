@@ -13,6 +13,7 @@ from rich.markup import escape
 from holdfast.dataset.manifest import find_manifest
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.runtime.environment import store_url
+from holdfast.scoring.verdict import solved_shares
 from holdfast.store import Store, layout, open_store
 
 SHORT_ID = 8  # hexadecimal digits of run ids in next commands
@@ -46,9 +47,7 @@ def figures(record: RunRecord) -> str:
         parts.append(f"training loss {record.loss:.4f}")
     verdict = record.verdict or {}
     metrics, answers = verdict.get("metrics", {}), verdict.get("settings", {}).get("answers", 1)
-    for name, k in (("pass_at_1", 1), ("pass_at_k", answers))[: 1 + (answers > 1)]:
-        if name in metrics:
-            parts.append(f"pass@{k} {metrics[name]:.1%}")
+    parts += [f"{name} {share:.1%}" for name, share in solved_shares(metrics, answers)]
     for name, label in (("loss", "held-out loss"), ("perplexity", "perplexity"), ("bits_per_byte", "bits per byte")):
         value = metrics.get(name)
         if isinstance(value, int | float):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 
 from holdfast.spec.errors import Problem
 from holdfast.spec.parallel import Parallel
 from holdfast.spec.redaction import HIDDEN, carries_secret
+from holdfast.spec.rollout import Reward
 from holdfast.spec.tree import Spec
 
 MAX_RECORD = 32 * 2**20  # bytes of a lot, at 8 for each token
@@ -20,20 +21,7 @@ def check_grpo(spec: Spec) -> Iterator[Problem]:
     if spec.data.kind != "prompts":
         yield from _unused(spec)
         return
-    if not settings.rewards:
-        remedy = "name a reward, such as exact or mine.py:reward"
-        yield Problem("training.grpo.rewards", None, "are missing, and answers are learned from them", remedy)
-    for number, reward in enumerate(settings.rewards):
-        field = f"training.grpo.rewards.{number}"
-        if reward.kind == "own" and not reward.use:
-            yield Problem(f"{field}.use", None, "is missing", "name a function, or another `kind` of reward")
-        if reward.kind != "own" and reward.use:
-            yield Problem(f"{field}.kind", reward.kind, "is not used with a function", "remove `kind`, or `use`")
-        if (reward.kind == "model") != (reward.model is not None):
-            remedy = "name weights in `model` with `kind: model`, or remove both"
-            yield Problem(f"{field}.model", reward.model, f"does not fit kind {reward.kind}", remedy)
-        if reward.use and reward.field:
-            yield Problem(f"{field}.field", reward.field, "is not used by a function", "remove it")
+    yield from _rewards(settings.rewards)
     if training.global_batch % settings.group:
         remedy = f"use a multiple of {settings.group}, or change training.grpo.group"
         problem = f"answers are not whole groups of training.grpo.group = {settings.group}"
@@ -54,6 +42,34 @@ def check_grpo(spec: Spec) -> Iterator[Problem]:
         yield Problem("model.init_from", None, "is missing, and the divergence is measured from it", remedy)
     yield from _unanswered(spec)
     yield from _unsupported(spec)
+
+
+def _rewards(rewards: Sequence[Reward]) -> Iterator[Problem]:
+    """There are rewards, and each has the fields of its kind."""
+    if not rewards:
+        remedy = "name a reward, such as exact or mine.py:reward"
+        yield Problem("training.grpo.rewards", None, "are missing, and answers are learned from them", remedy)
+    for number, reward in enumerate(rewards):
+        field = f"training.grpo.rewards.{number}"
+        if reward.kind == "own" and not reward.use:
+            yield Problem(f"{field}.use", None, "is missing", "name a function, or another `kind` of reward")
+        if reward.kind != "own" and reward.use:
+            yield Problem(f"{field}.kind", reward.kind, "is not used with a function", "remove `kind`, or `use`")
+        if reward.kind == "model":
+            yield from _reward_model(field, reward)
+        elif reward.model is not None:
+            yield Problem(f"{field}.model", reward.model, f"is not used by kind {reward.kind}", "use kind: model")
+        if reward.use and reward.field:
+            yield Problem(f"{field}.field", reward.field, "is not used by a function", "remove it")
+
+
+def _reward_model(field: str, reward: Reward) -> Iterator[Problem]:
+    """A reward model has weights, and no field of the other kinds."""
+    if reward.model is None:
+        yield Problem(f"{field}.model", None, "is missing", "name a folder with weights, or another `kind` of reward")
+    for name in ("field", "timeout_seconds", "memory_mib"):
+        if (value := getattr(reward, name)) != Reward.model_fields[name].default:
+            yield Problem(f"{field}.{name}", value, "is not used by a reward model", "remove it")
 
 
 def _unanswered(spec: Spec) -> Iterator[Problem]:
