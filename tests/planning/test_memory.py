@@ -27,7 +27,6 @@ from holdfast.planning import (
     memory,
     practice_here,
 )
-from holdfast.planning.answers import AnswerLot, answering
 from holdfast.planning.auto import fields_of, layout_of, task_of, with_fields
 from holdfast.planning.memory import PAPER, Memory, layer_activations
 from holdfast.spec import Spec, parse_spec
@@ -352,8 +351,12 @@ def test_the_memory_of_generated_answers_is_within_five_percent(overrides: tuple
 
 def test_a_server_answers_without_caches() -> None:
     server = "training.grpo.server={software: x, url: 'http://h/v1', weights: w}"
-    spec = answering_spec("parallel.processes=2", "parallel.tensor=2", server)
-    task = task_of(spec, ACCELERATORS["H100"], 2, VOCABULARY)
-    copied = 4.0 * parameter_count(spec.model, VOCABULARY)
-    assert Candidate(task, layout_of(spec)).practice.whole_model
-    assert answering(AnswerLot.of(spec.training), task.shape, 4.0, copied, 0.0, on_cpu=False) == {"whole model": copied}
+    fields, generated = ("parallel.processes=2", "parallel.tensor=2", "training.precision=bf16"), set()
+    for more in ((server,), ()):
+        spec = answering_spec(*fields, *more)
+        needed = Candidate(task_of(spec, ACCELERATORS["H100"], 2, VOCABULARY), layout_of(spec)).memory
+        assert needed.moment == "answers"
+        assert needed.terms["whole model"] == 4 * parameter_count(spec.model, VOCABULARY)
+        found = needed.terms.keys() & {"caches of answers", "working set", "buffers"}
+        generated.add((bool(more), len(found)))
+    assert generated == {(True, 0), (False, 3)}
