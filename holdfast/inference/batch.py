@@ -24,7 +24,8 @@ from torch import Tensor
 from holdfast.inference.adapters import AdapterRows, LowRank
 from holdfast.model.decoder import Decoder, LayerCache
 from holdfast.model.generate import fitting_threads
-from holdfast.rollouts.generation import RowsCache, advance_rows, sample_tokens, uniforms
+from holdfast.rollouts.caches import RowsCache, advance_rows
+from holdfast.rollouts.generation import sample_tokens, uniforms
 
 log = logging.getLogger("holdfast.inference")
 PART = 256  # positions by which the caches grow; a multiple of all vector widths, so padding changes no sum
@@ -139,7 +140,7 @@ class AnswerBatch:
 
     def _clear(self) -> None:
         """Empty caches, without positions."""
-        self._caches = [RowsCache(1, 0) for _ in range(self._decoder.shape.layers)]
+        self._caches = [RowsCache() for _ in range(self._decoder.shape.layers)]
         self._token_B = torch.zeros(self._height, dtype=torch.int64)
         self._at_B = torch.zeros(self._height, dtype=torch.int64)
 
@@ -207,11 +208,9 @@ class AnswerBatch:
         """One token of each running request."""
         device = self._decoder.model.embed_tokens.weight.device
         self._adapters.rows = ["" if job is None else job.adapter for job in self._jobs]
-        positions = self._caches[0].positions
         logits_BV = advance_rows(
-            self._decoder, self._caches, self._token_B.to(device), self._at_B.to(device),
-            torch.arange(positions, device=device),
-        ).cpu()  # fmt: skip
+            self._decoder, self._caches, self._token_B.to(device), self._at_B.to(device)
+        ).cpu()
         self._at_B += 1
         for row, job in enumerate(self._jobs):
             if job is None:

@@ -79,10 +79,7 @@ def norm_of(shape: Model, width: int) -> nn.RMSNorm:
 
 
 class LayerCache:
-    """Cached keys and values of one layer, for generation. `seen_BS` are the positions that the token of each row
-    sees; None: all."""
-
-    seen_BS: Tensor | None = None
+    """Cached keys and values of one layer, for generation."""
 
     def __init__(self) -> None:
         self.k_BGSK: Tensor | None = None
@@ -93,11 +90,15 @@ class LayerCache:
         """The number of cached positions."""
         return 0 if self.k_BGSK is None else self.k_BGSK.shape[2]
 
-    def append(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the new positions. Returns all positions."""
-        self.k_BGSK = k_BGTK if self.k_BGSK is None else torch.cat((self.k_BGSK, k_BGTK), dim=2)
-        self.v_BGSK = v_BGTK if self.v_BGSK is None else torch.cat((self.v_BGSK, v_BGTK), dim=2)
-        return self.k_BGSK, self.v_BGSK
+    def attend(
+        self, attention: Attention, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, segments: Segments
+    ) -> Tensor:
+        """Append the new positions. Returns the attention output of the queries to all cached ones: [B, H, T, K]."""
+        if self.k_BGSK is None or self.v_BGSK is None:
+            self.k_BGSK, self.v_BGSK = k_BGTK, v_BGTK
+            return attention.attend(q_BHTK, k_BGTK, v_BGTK, segments)
+        self.k_BGSK, self.v_BGSK = torch.cat((self.k_BGSK, k_BGTK), dim=2), torch.cat((self.v_BGSK, v_BGTK), dim=2)
+        return attention.attend_one(q_BHTK, self.k_BGSK, self.v_BGSK)
 
 
 class Attention(nn.Module):
@@ -141,10 +142,7 @@ class Attention(nn.Module):
     ) -> Tensor:
         """[B, T, D] to [B, T, D]. `cache` has the positions before these. If there are any, T is 1."""
         q_BHTK, k_BGSK, v_BGSK = self.project(x_BTD, cos_TK.to(x_BTD.dtype), sin_TK.to(x_BTD.dtype))
-        attend: Callable[..., Tensor] = self.attend
-        if cache is not None:
-            attend = partial(self._attend_one, seen_BS=cache.seen_BS) if cache.positions else self.attend
-            k_BGSK, v_BGSK = cache.append(k_BGSK, v_BGSK)
+        attend = self.attend if cache is None else partial(cache.attend, self)
         return self.o_proj(attend(q_BHTK, k_BGSK, v_BGSK, segments).transpose(1, 2).flatten(2))
 
     def project(self, x_BTD: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -164,12 +162,8 @@ class Attention(nn.Module):
         """The sinks of this rank's heads."""
         return None if self.sinks is None else _local(self.sinks)
 
-    def _attend_one(
-        self, q_BH1K: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, _: Segments, seen_BS: Tensor | None = None
-    ) -> Tensor:
-        """The same for one token after cached ones, which sees all of them in its window, or those of `seen_BS`."""
-        if seen_BS is not None:
-            return self._attend_seen(q_BH1K, k_BGSK, v_BGSK, seen_BS)
+    def attend_one(self, q_BH1K: Tensor, k_BGSK: Tensor, v_BGSK: Tensor) -> Tensor:
+        """The same for one token after cached ones, which sees all of them in its window."""
         if self.window is not None:
             k_BGSK, v_BGSK = k_BGSK[:, :, -self.window :], v_BGSK[:, :, -self.window :]
         rows, keys = len(k_BGSK), k_BGSK.shape[2]
@@ -178,18 +172,18 @@ class Attention(nn.Module):
         segments = Segments(tuple(range(rows + 1)), tuple(range(0, rows * keys + 1, keys)))
         return packed_attention(q_BH1K, k_BGSK, v_BGSK, segments, None, self.local_sinks, self.scale)
 
-    def _attend_seen(self, q_BH1K: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, seen_BS: Tensor) -> Tensor:
-        """The same for rows that see different positions. Sinks are positions without a value."""
-        heads, groups = q_BH1K.shape[1], k_BGSK.shape[1]
-        scale = q_BH1K.shape[-1] ** -0.5 if self.scale is None else self.scale
-        q_BGRK = q_BH1K.view(len(q_BH1K), groups, heads // groups, -1)
-        scores_BGRS = (q_BGRK @ k_BGSK.transpose(2, 3)).float() * scale
-        scores_BGRS = scores_BGRS.masked_fill(~seen_BS[:, None, None, :], -math.inf)
-        if self.sinks is not None:
-            sinks_BGR1 = self.sinks.float().view(1, groups, -1, 1).expand(*scores_BGRS.shape[:3], 1)
-            scores_BGRS = torch.cat((scores_BGRS, sinks_BGR1), -1)
-        shares_BGRS = scores_BGRS.softmax(-1)[..., : k_BGSK.shape[2]].to(v_BGSK.dtype)
-        return (shares_BGRS @ v_BGSK).view(len(q_BH1K), heads, 1, -1)
+    @property
+    def factor(self) -> float:
+        """The factor of the scores."""
+        return self.head_width**-0.5 if self.scale is None else self.scale
+
+    def shares(self, scores: Tensor, shape: tuple[int, int, int]) -> Tensor:
+        """The shares of positions, the last dimension of the scores. The others are those of `shape`, whose second one
+        are the groups, and of the heads of a group. Sinks are positions without a value."""
+        if self.sinks is None:
+            return scores.softmax(-1)
+        sinks = self.sinks.float().view(1, shape[1], 1, -1).expand(*shape, -1).reshape(*scores.shape[:-1], 1)
+        return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
 
     def _heads(self, x_BTD: Tensor, norm: nn.RMSNorm | None = None) -> Tensor:
         if isinstance(norm, WholeNorm):

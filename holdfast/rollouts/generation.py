@@ -21,6 +21,8 @@ from blake3 import blake3
 from torch import Tensor
 
 from holdfast.model.decoder import Decoder, LayerCache
+from holdfast.rollouts.caches import LotCache, LotPositions, read_tokens
+from holdfast.rollouts.fused import fused
 from holdfast.rollouts.turns import Replies, turns_of
 from holdfast.spec.rollout import Grpo
 
@@ -63,7 +65,7 @@ def uniforms(seed: int, place: int, answer: int, count: int) -> list[float]:
     return ((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53).tolist()
 
 
-@torch.no_grad()
+@torch.inference_mode()
 def generate_lot(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
@@ -81,12 +83,13 @@ def generate_lot(
     ).T
     lot = _Lot(decoder, prompts, sampling.answers, most)
     answers_B = _Answers(rows, sampling, replies)
-    logits_BV = lot.begin()
-    while True:
-        token_B = answers_B.append(*sample_tokens(logits_BV, u_TB[answers_B.count], sampling.temperature))
-        if answers_B.complete:
-            break
-        logits_BV = lot.advance(token_B.to(device))
+    with fused(decoder):
+        logits_BV = lot.begin()
+        while True:
+            token_B = answers_B.append(*sample_tokens(logits_BV, u_TB[answers_B.count], sampling.temperature))
+            if answers_B.complete:
+                break
+            logits_BV = lot.advance(token_B.to(device))
     answers = [answers_B.answer(row) for row in range(rows)]
     return [answers[first : first + sampling.answers] for first in range(0, rows, sampling.answers)]
 
@@ -94,15 +97,17 @@ def generate_lot(
 def sample_tokens(logits_BV: Tensor, u_B: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """The token of each row by inversion of the cumulative distribution at `u_B` (fp64 in [0, 1)), and the entropy of
     the distribution in nats. On the CPU, whose sums have one order."""
-    scaled_BV = logits_BV.cpu() if temperature == 1 else logits_BV.cpu().double() / temperature
-    logprobs_BV = scaled_BV.log_softmax(-1, dtype=torch.float64)
-    shares_BV = logprobs_BV.exp()
-    parts_BV = logprobs_BV.mul_(shares_BV)
-    entropy_B = -parts_BV.sum(-1)
-    if bool(entropy_B.isnan().any()):  # a token is impossible
-        entropy_B = -parts_BV.masked_fill_(shares_BV == 0, 0.0).sum(-1)
-    sums_BV = shares_BV.cumsum_(-1)  # never decreases
+    scaled_BV = logits_BV.cpu().double()
+    if temperature != 1:
+        scaled_BV = scaled_BV / temperature
+    scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
+    parts_BV = scaled_BV.exp()
+    mean_B = torch.linalg.vecdot(scaled_BV, parts_BV)
+    if bool(mean_B.isnan().any()):  # a token is impossible
+        mean_B = torch.linalg.vecdot(scaled_BV.masked_fill(parts_BV == 0, 0.0), parts_BV)
+    sums_BV = parts_BV.cumsum_(-1)  # never decreases
     whole_B1 = sums_BV[:, -1:].contiguous()
+    entropy_B = (whole_B1.log() - mean_B[:, None] / whole_B1)[:, 0]
     below_B1 = torch.searchsorted(sums_BV, u_B[:, None] * whole_B1, right=True)
     last_B1 = torch.searchsorted(sums_BV, whole_B1)  # the product may round up to all
     token_B1 = torch.minimum(below_B1, last_B1)
@@ -167,31 +172,6 @@ class _Answers:
         self._turn_B[row] = end
 
 
-class RowsCache(LayerCache):
-    """Keys and values of rows of different lengths, in one buffer of all positions."""
-
-    def __init__(self, answers: int, positions: int) -> None:
-        super().__init__()
-        self._answers, self._positions = answers, positions
-        self.at_B: Tensor | None = None  # where the next token of each row is; None: before the first one
-
-    def append(self, k_BGTK: Tensor, v_BGTK: Tensor) -> tuple[Tensor, Tensor]:
-        """See LayerCache. The prompts come first, one row each. Then each row of an answer has its own copy."""
-        if self.k_BGSK is None or self.v_BGSK is None:
-            self.k_BGSK, self.v_BGSK = map(self._extended, (k_BGTK, v_BGTK))
-            return k_BGTK, v_BGTK
-        rows = torch.arange(len(k_BGTK), device=k_BGTK.device)
-        self.k_BGSK[rows, :, self.at_B] = k_BGTK[:, :, 0]
-        self.v_BGSK[rows, :, self.at_B] = v_BGTK[:, :, 0]
-        return self.k_BGSK, self.v_BGSK
-
-    def _extended(self, x_PGTK: Tensor) -> Tensor:
-        prompts, groups, length, width = x_PGTK.shape
-        x_BGSK = x_PGTK.new_zeros(prompts * self._answers, groups, self._positions, width)
-        x_BGSK[:, :, :length] = x_PGTK.repeat_interleave(self._answers, 0)
-        return x_BGSK
-
-
 class _Lot:
     """A lot in the decoder: its caches, and the position of each row."""
 
@@ -202,39 +182,18 @@ class _Lot:
         longest = int(self._lengths_P.max())
         padded = [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts]
         self._prompts_PT = torch.tensor(padded, device=device)
-        self._at_B = self._lengths_P.repeat_interleave(answers)
-        positions = longest + most
-        self._cache = [RowsCache(answers, positions) for _ in range(decoder.shape.layers)]
-        self._positions_S = torch.arange(positions, device=device)
+        self._positions = LotPositions(self._lengths_P, answers, most)
+        self._caches: list[LayerCache] = [LotCache(self._positions) for _ in range(decoder.shape.layers)]
 
     def begin(self) -> Tensor:
         """Read the prompts. Returns the logits of each row's first token."""
         # A caller of `hidden` needs no mask: padding follows a prompt, and attention is causal.
-        x_PTD = self._decoder.hidden(self._prompts_PT, cache=list[LayerCache](self._cache))
+        x_PTD = self._decoder.hidden(self._prompts_PT, cache=self._caches)
         last_P1D = x_PTD[torch.arange(len(x_PTD), device=x_PTD.device), self._lengths_P - 1][:, None]
         return self._decoder.head(last_P1D)[:, 0].repeat_interleave(self._answers, 0)
 
     def advance(self, token_B: Tensor) -> Tensor:
         """Read a token of each row. Returns the logits of the next one."""
-        logits_BV = advance_rows(self._decoder, self._cache, token_B, self._at_B, self._positions_S)
-        self._at_B = self._at_B + 1
+        logits_BV = read_tokens(self._decoder, self._caches, token_B, self._positions.at_B)
+        self._positions.advance()
         return logits_BV
-
-
-def advance_rows(
-    decoder: Decoder, caches: Sequence[RowsCache], token_B: Tensor, at_B: Tensor, positions_S: Tensor
-) -> Tensor:
-    """Read a token of each row at its position `at_B`, after the cached ones. Returns the logits [B, V] of the next
-    token. `positions_S` are the numbers of the caches' positions, from 0."""
-    x_BTD = decoder.embed(token_B[:, None])
-    main = decoder.cos_TK[at_B][:, None, None], decoder.sin_TK[at_B][:, None, None]
-    local = main
-    if decoder.shape.preset.local_rope:
-        local = decoder.local_cos_TK[at_B][:, None, None], decoder.local_sin_TK[at_B][:, None, None]
-    before_BS = positions_S <= at_B[:, None]
-    for shape, layer, cache in zip(decoder.layer_shapes, decoder.model.layers, caches, strict=True):
-        window: int | None = getattr(layer.self_attn, "window")  # noqa: B009 - a module's attribute
-        recent_BS = before_BS if window is None else before_BS & (positions_S > at_B[:, None] - window)
-        cache.at_B, cache.seen_BS = at_B, recent_BS
-        x_BTD, _ = layer(x_BTD, *(local if shape.rope == "local" else main), None, cache)
-    return decoder.head(decoder.model.norm(x_BTD))[:, 0]
