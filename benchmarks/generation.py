@@ -1,7 +1,7 @@
 """Tokens per second of generated answers: lots of our decoder against `transformers.generate`, the same weights.
 
-`python -m benchmarks.generation [--rounds N] [--prompts N] [--answers N] [--device cpu|cuda]` measures alternately
-(A B A B), and prints the median of each, the ratio, and that of the best rounds. Both sample answers of one length, in
+`python -m benchmarks.generation [--rounds N] [--answers N] [--device cpu|cuda]` measures alternately (A B A B) for each
+of SHAPES, and prints the median of each, the ratio, and that of the best rounds. Both sample answers of one length, in
 fp32, with caches. On the CPU both use one thread, and time is the time of the processor, because another load would
 change the other.
 """
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from holdfast.model.decoder import Decoder
 from holdfast.model.export import export_files
@@ -24,9 +25,10 @@ from holdfast.model.initialise import initialise
 from holdfast.rollouts.generation import Sampling, generate_lot
 from holdfast.spec.model import Model
 
-VOCABULARY, PROMPT, ANSWER = 4096, 32, 64  # tokens
+VOCABULARY = 4096
+SHAPES = ((4, 32, 64), (4, 128, 128), (2, 256, 256))  # prompts, and the tokens of each and of an answer
 NEVER = -1  # an end token that no answer has, so that all have the same length
-SHAPE = Model(layers=4, hidden=256, heads=8, kv_heads=4, context=PROMPT + ANSWER)
+SHAPE = Model(layers=4, hidden=256, heads=8, kv_heads=4, context=512)
 
 
 def peer_of(decoder: Decoder, device: str) -> Any:
@@ -60,7 +62,6 @@ def main() -> None:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
@@ -70,21 +71,28 @@ def main() -> None:
     initialise(decoder, seed=1)
     decoder = decoder.to(given.device).eval()
     peer = peer_of(decoder, given.device)
-    prompts = torch.randint(1, VOCABULARY, (given.prompts, PROMPT), generator=torch.Generator().manual_seed(1))
+    for count, length, size in SHAPES:
+        print(f"{count} prompts of {length} tokens, {given.answers} answers of {size} tokens each")
+        prompts = torch.randint(1, VOCABULARY, (count, length), generator=torch.Generator().manual_seed(1))
+        compare(decoder, peer, prompts, Sampling(given.answers, size, 1.0, 1, NEVER), given)
+
+
+def compare(decoder: Decoder, peer: Any, prompts: Tensor, sampling: Sampling, given: argparse.Namespace) -> None:
+    """Print the figures of a shape."""
     with torch.no_grad():
         ours = decoder(prompts.to(given.device))
         theirs = peer(prompts.to(given.device)).logits
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
-    sampling = Sampling(given.answers, ANSWER, 1.0, 1, NEVER)
 
     def own() -> None:
-        generate_lot(decoder, prompts.tolist(), range(given.prompts), sampling)
+        generate_lot(decoder, prompts.tolist(), range(len(prompts)), sampling)
 
     def others() -> None:
         given_mask = torch.ones_like(prompts)
         peer.generate(
             prompts.to(given.device), attention_mask=given_mask.to(given.device), do_sample=True, top_k=0, top_p=1.0,
-            num_return_sequences=given.answers, min_new_tokens=ANSWER, max_new_tokens=ANSWER, pad_token_id=0,
+            num_return_sequences=sampling.answers, min_new_tokens=sampling.most_tokens,
+            max_new_tokens=sampling.most_tokens, pad_token_id=0,
         )  # fmt: skip
 
     times: dict[str, list[float]] = {"holdfast": [], "transformers": []}
@@ -92,13 +100,17 @@ def main() -> None:
     for _ in range(given.rounds):
         times["holdfast"].append(seconds(own, given.device))
         times["transformers"].append(seconds(others, given.device))
-    rate = {name: given.prompts * given.answers * ANSWER / statistics.median(each) for name, each in times.items()}
+    tokens = len(prompts) * sampling.answers * sampling.most_tokens
+    rate = {name: tokens / statistics.median(each) for name, each in times.items()}
     for name, each in rate.items():
         print(f"{name:14s} {each:,.0f} tokens/s")
     pairs = sorted(b / a for a, b in zip(times["holdfast"], times["transformers"], strict=True))
     best = min(times["transformers"]) / min(times["holdfast"])
     ratio = rate["holdfast"] / rate["transformers"]
-    print(f"ratio          {ratio:.2f}x (pairs {pairs[0]:.2f}-{pairs[-1]:.2f}), of the best rounds {best:.2f}x")
+    print(
+        f"ratio          {ratio:.2f}x (pairs {pairs[0]:.2f}-{pairs[-1]:.2f}), of the best rounds {best:.2f}x",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
@@ -16,7 +15,7 @@ from holdfast.model.experts import Experts, Load, Router
 from holdfast.model.rotary import rotate
 from holdfast.spec.model import LayerShape, Model
 
-# ruff: noqa: N803, N806, N815 - shape suffixes are upper case
+# ruff: noqa: N803, N806 - shape suffixes are upper case
 
 
 class Linear(nn.Linear):

@@ -46,11 +46,11 @@ from holdfast.rollouts.reward_models import RewardModels
 from holdfast.rollouts.server import PolicyServer, publish
 from holdfast.rollouts.turns import LiveReplies, RecordedReplies, Texts
 from holdfast.spec.errors import DataError, MissingError, WrongArithmeticError
+from holdfast.spec.identity import GENERATOR_VERSION
 from holdfast.spec.rollout import AnswerSource
 from holdfast.store import Store
 from holdfast.telemetry import phases
 
-GENERATOR_VERSION = 1  # raised when the same weights and prompts would give other tokens
 OPTIMIZER = "optimizer."  # prefix of the boxes that are no weights
 POLICY = "grpo.policy."  # scalars with parts of the digest of the weights that generated the current answers
 PARTS = 4

@@ -102,7 +102,12 @@ class RowsCache(LayerCache):
         self.seen: dict[int | None, Tensor] = {}  # the positions [B, S] that it sees, by windows
 
     def attend(
-        self, attention: Attention, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, segments: Segments
+        self,
+        attention: Attention,
+        q_BHTK: Tensor,
+        k_BGTK: Tensor,
+        v_BGTK: Tensor,
+        segments: Segments,  # noqa: ARG002
     ) -> Tensor:
         """See LayerCache. The buffers exist, and each row has one token."""
         assert self.k_BGSK is not None

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from holdfast.model.decoder import Decoder, LayerCache
 from holdfast.rollouts.caches import LotCache, LotPositions, read_tokens
-from holdfast.rollouts.fused import fused
 from holdfast.rollouts.turns import Replies, turns_of
 from holdfast.spec.rollout import Grpo
 
@@ -83,13 +82,12 @@ def generate_lot(
     ).T
     lot = _Lot(decoder, prompts, sampling.answers, most)
     answers_B = _Answers(rows, sampling, replies)
-    with fused(decoder):
-        logits_BV = lot.begin()
-        while True:
-            token_B = answers_B.append(*sample_tokens(logits_BV, u_TB[answers_B.count], sampling.temperature))
-            if answers_B.complete:
-                break
-            logits_BV = lot.advance(token_B.to(device))
+    logits_BV = lot.begin()
+    while True:
+        token_B = answers_B.append(*sample_tokens(logits_BV, u_TB[answers_B.count], sampling.temperature))
+        if answers_B.complete:
+            break
+        logits_BV = lot.advance(token_B.to(device))
     answers = [answers_B.answer(row) for row in range(rows)]
     return [answers[first : first + sampling.answers] for first in range(0, rows, sampling.answers)]
 
@@ -107,7 +105,7 @@ def sample_tokens(logits_BV: Tensor, u_B: Tensor, temperature: float) -> tuple[T
         mean_B = torch.linalg.vecdot(scaled_BV.masked_fill(parts_BV == 0, 0.0), parts_BV)
     sums_BV = parts_BV.cumsum_(-1)  # never decreases
     whole_B1 = sums_BV[:, -1:].contiguous()
-    entropy_B = (whole_B1.log() - mean_B[:, None] / whole_B1)[:, 0]
+    entropy_B = (whole_B1.log() - mean_B[:, None] / whole_B1)[:, 0].clamp(min=0)  # the difference may round below 0
     below_B1 = torch.searchsorted(sums_BV, u_B[:, None] * whole_B1, right=True)
     last_B1 = torch.searchsorted(sums_BV, whole_B1)  # the product may round up to all
     token_B1 = torch.minimum(below_B1, last_B1)

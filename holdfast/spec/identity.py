@@ -24,6 +24,8 @@ from holdfast.spec.tree import Spec
 
 # Raise it by hand whenever a change of the code changes the resulting bits of a run.
 DATA_PLANE_VERSION = 4  # 4: two sums in the backward of flash attention for rows of one document; 3: packed attention
+# The same for the answers that ranks generate: part of the id of runs that learn from them.
+GENERATOR_VERSION = 2  # 2: the answers to a prompt share its keys and values
 ID_LENGTH = 16  # hexadecimal digits: 64 bits
 
 
@@ -87,6 +89,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         del fields["training"]["optimizer"]["kind"]  # it was the only kind when run ids were introduced
     _name_reward_models(fields["training"]["grpo"]["rewards"], models)
     _drop_unused(fields, spec)
+    fields |= _generator(spec)
     objective = spec.training.objective
     fields["training"]["objective"] = objective.kind
     if objective.is_own:
@@ -151,6 +154,12 @@ def _drop_unused(fields: dict[str, Any], spec: Spec) -> None:
         del fields["training"]["grpo"]
     if training.ema == Ema():
         del fields["training"]["ema"]
+
+
+def _generator(spec: Spec) -> dict[str, int]:
+    """The version of the answers, if ranks generate answers to learn from."""
+    generates = spec.training.objective.kind == "grpo" and spec.training.grpo.server is None
+    return {"generator": GENERATOR_VERSION} if generates else {}
 
 
 def _script_run_id(spec: Spec, dataset_id: str, salt: str) -> str:

@@ -226,6 +226,22 @@ def test_a_new_field_keeps_the_ids_of_earlier_runs(monkeypatch: pytest.MonkeyPat
     assert "kind" not in digested[0]["spec"]["training"]["optimizer"]
 
 
+def test_the_version_of_the_generator_is_in_the_id_of_runs_that_learn_from_its_answers_only(
+    monkeypatch: pytest.MonkeyPatch, spec: Spec
+) -> None:
+    training = {"objective": "grpo", "grpo": {"rewards": ["exact"]}}
+    server = {"software": "vllm-0.32", "url": "http://10.0.0.5:8000/v1", "weights": "/shared/weights"}
+    values = [
+        {"name": "a", "data": {"kind": "prompts", "document_masks": True, "sources": [{"uri": "x"}]},
+         "model": {"init_from": "y"}, "training": {**training, "grpo": {**training["grpo"], **extra}}}
+        for extra in ({}, {"server": server})
+    ]  # fmt: skip
+    specs = [spec, *(Spec.model_validate(value) for value in values)]
+    before = [run_id(each, "d") for each in specs]
+    monkeypatch.setattr("holdfast.spec.identity.GENERATOR_VERSION", 99)
+    assert [run_id(each, "d") == old for each, old in zip(specs, before, strict=True)] == [True, False, True]
+
+
 def test_every_exit_code_has_one_number_that_shows_if_it_is_retryable() -> None:
     numbers = [code.value for code in ExitCode]
     assert len(ExitCode.__members__) == len(set(numbers))  # no alias
