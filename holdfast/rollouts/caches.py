@@ -29,7 +29,7 @@ class LotPositions:
         self._hidden: dict[int | None, Tensor | None] = {None: self._after()}
 
     @property
-    def at_B(self) -> Tensor:
+    def next_positions(self) -> Tensor:
         """The position of each row's next token."""
         return (self._lengths_P + self.count).repeat_interleave(self.answers)
 
@@ -38,7 +38,7 @@ class LotPositions:
         self.count += 1
         self._hidden = {None: self._hidden[None]}
 
-    def hidden_PS(self, window: int | None) -> Tensor | None:
+    def hidden(self, window: int | None) -> Tensor | None:
         """The positions of the prompts that the next tokens do not see in a layer with this window. None: no one."""
         if window not in self._hidden:
             first_P1 = (self._lengths_P + (self.count - window + 1))[:, None] if window is not None else 0
@@ -83,7 +83,7 @@ class LotCache(LayerCache):
         given_LQS = torch.bmm(q_LQK, self.k_BGSK.flatten(0, 1).transpose(1, 2))
         own_LQS = torch.bmm(q_NRK, k_NSK.transpose(1, 2)).view(*q_LQK.shape[:2], -1)
         scores_LQS = torch.cat((given_LQS, own_LQS), -1).float().mul_(attention.factor)
-        if (hidden_PS := self._positions.hidden_PS(window)) is not None:
+        if (hidden_PS := self._positions.hidden(window)) is not None:
             given_PXS = scores_LQS[..., :longest].unflatten(0, (prompts, -1)).flatten(1, 2)
             given_PXS.masked_fill_(hidden_PS[:, None], -math.inf)
         shares_LQS = attention.shares(scores_LQS, (prompts, groups, answers)).to(v_NSK.dtype)

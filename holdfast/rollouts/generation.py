@@ -192,6 +192,6 @@ class _Lot:
 
     def advance(self, token_B: Tensor) -> Tensor:
         """Read a token of each row. Returns the logits of the next one."""
-        logits_BV = read_tokens(self._decoder, self._caches, token_B, self._positions.at_B)
+        logits_BV = read_tokens(self._decoder, self._caches, token_B, self._positions.next_positions)
         self._positions.advance()
         return logits_BV

@@ -64,7 +64,7 @@ def test_answers_to_a_prompt_share_its_cache_and_are_those_of_a_lot_of_it_alone(
     """The shorter prompts are padded in the lot, and no layer may see the padding."""
     decoder, how = decoder_of(**SHAPES[name]).double(), sampling(end_of_text=-1)
     positions = LotPositions(torch.tensor([len(prompt) for prompt in PROMPTS]), how.answers, how.most_tokens)
-    assert positions.hidden_PS(None) is not None
+    assert positions.hidden(None) is not None
     whole = generate_lot(decoder, PROMPTS, [4, 5, 9], how)
     for prompt, place, answers in zip(PROMPTS, [4, 5, 9], whole, strict=True):
         (alone,) = generate_lot(decoder, [prompt], [place], how)
@@ -79,7 +79,7 @@ def test_a_cache_keeps_the_keys_of_a_prompt_once() -> None:
     caches: list[LayerCache] = [LotCache(positions) for _ in range(2)]
     with torch.no_grad():
         decoder.hidden(torch.tensor([PROMPTS[0]]), cache=caches)
-        logits_BV = read_tokens(decoder, caches, torch.tensor([8, 8, 9]), positions.at_B)
+        logits_BV = read_tokens(decoder, caches, torch.tensor([8, 8, 9]), positions.next_positions)
         expected: Any = decoder(torch.tensor([[*PROMPTS[0], token] for token in (8, 8, 9)]))
     torch.testing.assert_close(logits_BV, expected[:, -1])
     assert torch.equal(logits_BV[0], logits_BV[1])
