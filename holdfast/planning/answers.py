@@ -41,7 +41,7 @@ def answering(
     if not answers.generated:
         return {"whole model": copied}
     positions, tokens = answers.rows * shape.context, answers.prompts * (shape.context - answers.tokens)
-    keys = positions * shape.key_width
+    keys = (tokens + answers.rows * answers.tokens) * shape.key_width  # each prompt once, and all answers
     cast = keys * size if size < 4 else 0.0  # keys of a layer
     hidden = shape.hidden * (STREAM[0] * 4.0 + STREAM[1] * size)
     working = {

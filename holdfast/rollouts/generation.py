@@ -64,7 +64,7 @@ def uniforms(seed: int, place: int, answer: int, count: int) -> list[float]:
     return ((raw >> np.uint64(11)).astype(np.float64) * 2.0**-53).tolist()
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def generate_lot(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],
