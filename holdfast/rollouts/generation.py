@@ -100,9 +100,10 @@ def sample_tokens(logits_BV: Tensor, u_B: Tensor, temperature: float) -> tuple[T
         scaled_BV = scaled_BV / temperature
     scaled_BV = scaled_BV - scaled_BV.amax(-1, keepdim=True)
     parts_BV = scaled_BV.exp()
-    mean_B = torch.linalg.vecdot(scaled_BV, parts_BV)
+    products_BV = scaled_BV.mul_(parts_BV)
+    mean_B = products_BV.sum(-1)
     if bool(mean_B.isnan().any()):  # a token is impossible
-        mean_B = torch.linalg.vecdot(scaled_BV.masked_fill(parts_BV == 0, 0.0), parts_BV)
+        mean_B = products_BV.masked_fill_(parts_BV == 0, 0.0).sum(-1)
     sums_BV = parts_BV.cumsum_(-1)  # never decreases
     whole_B1 = sums_BV[:, -1:].contiguous()
     entropy_B = (whole_B1.log() - mean_B[:, None] / whole_B1)[:, 0].clamp(min=0)  # the difference may round below 0

@@ -128,7 +128,7 @@ def test_a_token_is_the_number_of_sums_that_are_not_above_its_number(temperature
     expected = ((sums <= u[:, None] * whole) & (sums < whole)).sum(-1)
     tokens, entropy = sample_tokens(logits, u, temperature)
     assert torch.equal(tokens, expected)
-    mean = torch.linalg.vecdot(torch.where(parts > 0, scaled, 0.0), parts)
+    mean = (torch.where(parts > 0, scaled, 0.0) * parts).sum(-1)
     assert torch.equal(entropy, (whole[:, 0].log() - mean / whole[:, 0]).clamp(min=0))
     true = torch.distributions.Categorical(logits=logits.double() / temperature, validate_args=False).entropy()
     torch.testing.assert_close(entropy, true, rtol=0, atol=1e-12)
