@@ -177,8 +177,8 @@ class Attention(nn.Module):
         return self.head_width**-0.5 if self.scale is None else self.scale
 
     def shares(self, scores: Tensor, shape: tuple[int, int, int]) -> Tensor:
-        """The shares of positions, the last dimension of the scores. The others are those of `shape`, whose second one
-        are the groups, and of the heads of a group. Sinks are positions without a value."""
+        """The shares of positions, the last dimension of the scores. `shape` has the dimensions before the heads of a
+        group; its second one are the groups. Sinks are positions without a value."""
         if self.sinks is None:
             return scores.softmax(-1)
         sinks = self.sinks.float().view(1, shape[1], 1, -1).expand(*shape, -1).reshape(*scores.shape[:-1], 1)
