@@ -60,7 +60,7 @@ class Gang:
 
     def wait(self, there: Callable[[], bool], what: str) -> None:
         """Wait until a condition holds."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 300
         while not there():
             logs = "\n".join(f"--- {name}\n{self.log(name)}" for name in self.processes)
             assert time.monotonic() < deadline, f"{what} never came\n{logs}"
