@@ -21,7 +21,10 @@ def vocabulary_size(tokenizer_json: str) -> int:
 
 def token_ids(tokenizer_json: str) -> dict[str, int]:
     """The id of each token, in a tokenizer with at least one. Raises DataError."""
-    return _tokens(parse_json_object(tokenizer_json, "tokenizer.json"))
+    try:
+        return _tokens(parse_json_object(tokenizer_json, "tokenizer.json"))
+    except (AttributeError, KeyError, IndexError, TypeError) as error:
+        raise DataError(f"tokenizer.json is not one of Hugging Face tokenizers ({error!r})") from None
 
 
 def bytes_of_tokens(tokenizer_json: str, size: int) -> NDArray[np.int64]:

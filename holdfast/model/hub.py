@@ -264,12 +264,15 @@ def weights_digest(location: str | None, field: str = "model.init_from") -> str:
 
 
 def require_weights(location: str, named: str, field: str = "model.init_from") -> None:
-    """Raises DataError unless the weights at `location` have the digest `named` from the run's identity. Local rank 0
-    compares for all ranks that read the same disk."""
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        return
+    """Raises DataError unless the weights at `location` have the digest `named` from the run's identity."""
     if (actual := weights_digest(location, field)) != named:
         raise DataError(
             f"{field}: {location} holds other weights ({actual[:16]}) than those the run id was made from "
             f"({named[:16]}). Put them back, or run the same command again, which names another run"
         )
+
+
+def require_weights_once(location: str, named: str, field: str = "model.init_from") -> None:
+    """The same in a rank: local rank 0 compares for all ranks that read the same disk."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        require_weights(location, named, field)

@@ -54,6 +54,7 @@ from holdfast.telemetry import phases
 OPTIMIZER = "optimizer."  # prefix of the boxes that are no weights
 POLICY = "grpo.policy."  # scalars with parts of the digest of the weights that generated the current answers
 PARTS = 4
+SERVER_VERSION = 1  # of the records of a server's answers
 
 
 @dataclass(frozen=True)
@@ -287,7 +288,7 @@ class AnswerBatches:
     def _generator(self, places: range) -> dict[str, Any]:
         """What determines the tokens of a lot in addition to the weights and the identity of the run."""
         if (source := self._settings.server) is not None:
-            return {"version": GENERATOR_VERSION, "places": [places.start, len(places)], "server": source.software}
+            return {"version": SERVER_VERSION, "places": [places.start, len(places)], "server": source.software}
         return {
             "version": GENERATOR_VERSION,
             "places": [places.start, len(places)],

@@ -20,7 +20,7 @@ from holdfast.engines.weights import (
     TaughtState,
     require_left_out_taken,
 )
-from holdfast.model.hub import TEACHER_FIELD, require_weights
+from holdfast.model.hub import TEACHER_FIELD, require_weights_once
 from holdfast.spec.plan import Plan, require_plan
 from holdfast.store import Store
 from holdfast.telemetry import phases
@@ -93,12 +93,12 @@ def first_state(spec: Assignment, vocabulary: int, store: Store | None = None) -
     state: FirstState = seeded
     digest, theirs, *_ = f"{spec.first_weights}+".split("+")
     if own is not None:
-        require_weights(own, digest)
+        require_weights_once(own, digest)
         state = AdaptedState(ImportedState(own, spec.model, vocabulary, _packed_base(spec, store, digest)), seeded)
     if spec.training.ema.decay is not None:
         state = AveragedState(state)
     if teacher is not None:
-        require_weights(teacher, theirs, TEACHER_FIELD)
+        require_weights_once(teacher, theirs, TEACHER_FIELD)
     return state if teacher is None else TaughtState(state, ImportedState(teacher, None, vocabulary))
 
 

@@ -39,9 +39,10 @@ class LotPositions:
         self._hidden = {None: self._hidden[None]}
 
     def hidden(self, window: int | None) -> Tensor | None:
-        """The positions of the prompts that the next tokens do not see in a layer with this window. None: no one."""
+        """The positions of prompts that the next tokens do not see in a layer with this window. None: all are seen."""
         if window not in self._hidden:
-            first_P1 = (self._lengths_P + (self.count - window + 1))[:, None] if window is not None else 0
+            assert window is not None
+            first_P1 = (self._lengths_P + (self.count - window + 1))[:, None]
             before_PS = self._positions_S < first_P1
             after_PS = self._hidden[None]
             self._hidden[window] = before_PS if after_PS is None else before_PS | after_PS
@@ -73,16 +74,17 @@ class LotCache(LayerCache):
             self._k_NMK, self._v_NMK = (x.new_empty(rows, self._positions.most, x.shape[3]) for x in (k_BGTK, v_BGTK))
             return attention.attend(q_BHTK, k_BGTK, v_BGTK, segments)
         (prompts, groups, longest, width), wide = self.k_BGSK.shape, self.v_BGSK.shape[3]
-        lot, rows = (prompts, answers, groups), len(self._k_NMK)
+        sizes, rows = (prompts, answers, groups), len(self._k_NMK)
         for own_NMK, new in ((self._k_NMK, k_BGTK), (self._v_NMK, v_BGTK)):
-            own_NMK[:, at].view(prompts, groups, answers, -1).transpose(1, 2).copy_(new.view(*lot, -1))
+            own_NMK[:, at].view(prompts, groups, answers, -1).transpose(1, 2).copy_(new.view(*sizes, -1))
         first = 0 if window is None else max(0, at + 1 - window)
         k_NSK, v_NSK = (own.narrow(1, first, at + 1 - first) for own in (self._k_NMK, self._v_NMK))
-        q_NRK = q_BHTK.view(*lot, -1, width).transpose(1, 2).reshape(rows, -1, width)
+        q_NRK = q_BHTK.view(*sizes, -1, width).transpose(1, 2).reshape(rows, -1, width)
         q_LQK = q_NRK.view(prompts * groups, -1, width)  # L = P x G, Q = A x R
         given_LQS = torch.bmm(q_LQK, self.k_BGSK.flatten(0, 1).transpose(1, 2))
         own_LQS = torch.bmm(q_NRK, k_NSK.transpose(1, 2)).view(*q_LQK.shape[:2], -1)
         scores_LQS = torch.cat((given_LQS, own_LQS), -1).float().mul_(attention.factor)
+        del given_LQS, own_LQS
         if (hidden_PS := self._positions.hidden(window)) is not None:
             given_PXS = scores_LQS[..., :longest].unflatten(0, (prompts, -1)).flatten(1, 2)
             given_PXS.masked_fill_(hidden_PS[:, None], -math.inf)

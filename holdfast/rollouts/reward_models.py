@@ -13,7 +13,7 @@ from holdfast.dataset import Dataset
 from holdfast.dataset.vocabulary import token_ids
 from holdfast.model.decoder import Decoder
 from holdfast.model.files import TOKENIZER_BYTES, Files, read_bytes
-from holdfast.model.hub import REWARDS_FIELD, require_weights, reward_models
+from holdfast.model.hub import REWARDS_FIELD, require_weights_once, reward_models
 from holdfast.model.hugging_face import empty_on, open_weights
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec.errors import DataError
@@ -31,9 +31,11 @@ class RewardModels:
         self._device = device
         self._models: dict[int, Decoder] = {}
         digests = first_weights.split("+")[2:]
+        if reward_models(training) and not digests:
+            raise DataError(f"{REWARDS_FIELD}: result.json has no digests of reward models; train again with --fresh")
         for place, (number, location) in enumerate(reward_models(training)):
             field = f"{REWARDS_FIELD}.{number}.model"
-            require_weights(location, digests[place] if place < len(digests) else "", field)
+            require_weights_once(location, digests[place] if place < len(digests) else "", field)
             weights = open_weights(location, cache_dir())
             shape, vocabulary, different = weights.shape, dataset.vocabulary, _different_token(weights.files, dataset)
             for fits, problem, remedy in (

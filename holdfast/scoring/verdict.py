@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from holdfast.spec.identity import digest
+from holdfast.spec.identity import GENERATOR_VERSION, digest
 from holdfast.spec.operations import Evaluation, Task
 from holdfast.spec.tree import Spec
 
@@ -173,6 +173,8 @@ def settings_key(spec: Spec) -> str:
             if task[name] == Task.model_fields[name].default:
                 del task[name]  # keys are older than the field
     key = {"version": EVALUATION_VERSION, "settings": settings, "registered_model": spec.registered_model}
+    if spec.data.kind == "prompts":
+        key["generator"] = GENERATOR_VERSION
     if spec.evaluation.command:
         key["code"] = spec.code  # what a command reaches is not known
     return digest(key)

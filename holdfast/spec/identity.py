@@ -25,7 +25,7 @@ from holdfast.spec.tree import Spec
 # Raise it by hand whenever a change of the code changes the resulting bits of a run.
 DATA_PLANE_VERSION = 4  # 4: two sums in the backward of flash attention for rows of one document; 3: packed attention
 # The same for the answers that ranks generate: part of the id of runs that learn from them.
-GENERATOR_VERSION = 2  # 2: the answers to a prompt share its keys and values
+GENERATOR_VERSION = 2  # 2: the answers to a prompt share its keys and values; sums of shares before they are divided
 ID_LENGTH = 16  # hexadecimal digits: 64 bits
 
 
@@ -157,8 +157,8 @@ def _drop_unused(fields: dict[str, Any], spec: Spec) -> None:
 
 
 def _generator(spec: Spec) -> dict[str, int]:
-    """The version of the answers, if ranks generate answers to learn from."""
-    generates = spec.training.objective.kind == "grpo" and spec.training.grpo.server is None
+    """The version of the answers, if ranks generate answers to learn from: prompts have no other objective."""
+    generates = spec.data.kind == "prompts" and spec.training.grpo.server is None
     return {"generator": GENERATOR_VERSION} if generates else {}
 
 

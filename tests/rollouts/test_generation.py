@@ -19,12 +19,17 @@ SHAPES: dict[str, dict[str, Any]] = {
     "whole": {},
     "windows": {"family": "gemma3_text", "sliding_window": 4, "layer_pattern": ("sliding", "full")},
     "sinks": {"family": "gpt_oss", "sliding_window": 4},
-}
+    "latents": {
+        "family": "deepseek_v3", "kv_heads": 4, "experts": 4, "head_dim": 12, "dense_layers": 2, "dense_ffn": 56,
+        "latent": {"query": 10, "key_value": 14, "rope": 8, "value": 6},
+    },
+}  # fmt: skip
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14]]
 
 
 def decoder_of(**fields: Any) -> Decoder:
-    decoder = Decoder.empty(Model(layers=2, hidden=32, heads=4, kv_heads=2, context=24, **fields), VOCABULARY)
+    shape = Model(**{"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "context": 24, **fields})
+    decoder = Decoder.empty(shape, VOCABULARY)
     initialise(decoder, seed=1)
     return decoder.eval()
 
@@ -63,8 +68,6 @@ def test_a_lot_is_a_pure_function_of_its_inputs() -> None:
 def test_answers_to_a_prompt_share_its_cache_and_are_those_of_a_lot_of_it_alone(name: str) -> None:
     """The shorter prompts are padded in the lot, and no layer may see the padding."""
     decoder, how = decoder_of(**SHAPES[name]).double(), sampling(end_of_text=-1)
-    positions = LotPositions(torch.tensor([len(prompt) for prompt in PROMPTS]), how.answers, how.most_tokens)
-    assert positions.hidden(None) is not None
     whole = generate_lot(decoder, PROMPTS, [4, 5, 9], how)
     for prompt, place, answers in zip(PROMPTS, [4, 5, 9], whole, strict=True):
         (alone,) = generate_lot(decoder, [prompt], [place], how)

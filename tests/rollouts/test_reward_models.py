@@ -102,6 +102,10 @@ def test_a_model_with_another_vocabulary_is_refused(dataset: Dataset, tmp_path: 
     file.write_text("{}", encoding="utf-8")
     with pytest.raises(DataError, match=r"rewards\.1\.model: .* the tokenizer has no vocabulary"):
         models_of(spec, dataset)
+    for damaged in ('{"model": null}', '{"model": {"vocab": {}}, "added_tokens": [{"id": 1}]}'):
+        file.write_text(damaged, encoding="utf-8")
+        with pytest.raises(DataError, match=r"rewards\.1\.model: .* is not one of Hugging Face tokenizers"):
+            models_of(spec, dataset)
     file.unlink()
     assert models_of(spec, dataset).values(PROMPT, ANSWER).keys() == {1}
 

@@ -7,6 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import pytest
 
+from holdfast.scoring import settings_key
 from holdfast.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
 from holdfast.spec.errors import SpecError
 from holdfast.spec.fields import Leaf, is_list, is_mapping, leaves
@@ -229,17 +230,19 @@ def test_a_new_field_keeps_the_ids_of_earlier_runs(monkeypatch: pytest.MonkeyPat
 def test_the_version_of_the_generator_is_in_the_id_of_runs_that_learn_from_its_answers_only(
     monkeypatch: pytest.MonkeyPatch, spec: Spec
 ) -> None:
-    training = {"objective": "grpo", "grpo": {"rewards": ["exact"]}}
     server = {"software": "vllm-0.32", "url": "http://10.0.0.5:8000/v1", "weights": "/shared/weights"}
     values = [
         {"name": "a", "data": {"kind": "prompts", "document_masks": True, "sources": [{"uri": "x"}]},
-         "model": {"init_from": "y"}, "training": {**training, "grpo": {**training["grpo"], **extra}}}
-        for extra in ({}, {"server": server})
+         "model": {"init_from": "y"}, "training": {"objective": objective, "grpo": {"rewards": ["exact"], **extra}}}
+        for objective, extra in (("auto", {}), ("grpo", {}), ("auto", {"server": server}))
     ]  # fmt: skip
     specs = [spec, *(Spec.model_validate(value) for value in values)]
     before = [run_id(each, "d") for each in specs]
+    verdicts = [settings_key(each) for each in specs]
     monkeypatch.setattr("holdfast.spec.identity.GENERATOR_VERSION", 99)
-    assert [run_id(each, "d") == old for each, old in zip(specs, before, strict=True)] == [True, False, True]
+    monkeypatch.setattr("holdfast.scoring.verdict.GENERATOR_VERSION", 99)
+    assert [settings_key(each) == old for each, old in zip(specs, verdicts, strict=True)] == [True, False, False, False]
+    assert [run_id(each, "d") == old for each, old in zip(specs, before, strict=True)] == [True, False, False, True]
 
 
 def test_every_exit_code_has_one_number_that_shows_if_it_is_retryable() -> None:
