@@ -63,16 +63,20 @@ DRILL_ORDER = os.environ.setdefault("HOLDFAST_DRILL_ORDER", str(datetime.now(UTC
 BEGAN = time.monotonic()
 
 
+def _is_short_drill(config: pytest.Config) -> bool:
+    """Slow tests run before the drill, whole and with the longest files first."""
+    return DRILL_SECONDS > 0 and config.getvalue("markexpr") == "drill"
+
+
 def pytest_report_header(config: pytest.Config) -> str | None:
     """How to run the same short drill again."""
-    short = DRILL_SECONDS and config.getvalue("markexpr") == "drill"
-    return f"short drill: HOLDFAST_DRILL_ORDER={DRILL_ORDER}" if short else None
+    return f"short drill: HOLDFAST_DRILL_ORDER={DRILL_ORDER}" if _is_short_drill(config) else None
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """In a short drill, begin a test only while half of its time limit is left, or half of the drill."""
-    if not DRILL_SECONDS or not item.get_closest_marker("drill"):
+    if not _is_short_drill(item.config):
         return
     mark = item.get_closest_marker("timeout")
     limit = mark.args[0] if mark else item.config.getvalue("timeout")
@@ -84,7 +88,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Run the longest files first, then those with slow tests and longer time limits, so that the other processes do
     not wait for them. A short drill has the files in a random order.
     """
-    if DRILL_SECONDS and config.getvalue("markexpr") == "drill":
+    if _is_short_drill(config):
         items.sort(key=lambda item: hashlib.sha256(f"{DRILL_ORDER} {_file_of(item.nodeid)}".encode()).digest())
         return
 

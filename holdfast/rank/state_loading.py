@@ -21,6 +21,7 @@ from holdfast.engines.weights import (
     require_left_out_taken,
 )
 from holdfast.model.hub import TEACHER_FIELD, require_weights_once
+from holdfast.spec.identity import weights_of_digests
 from holdfast.spec.plan import Plan, require_plan
 from holdfast.store import Store
 from holdfast.telemetry import phases
@@ -91,7 +92,7 @@ def first_state(spec: Assignment, vocabulary: int, store: Store | None = None) -
         spec.training.distillation.teacher,
     )
     state: FirstState = seeded
-    digest, theirs, *_ = f"{spec.first_weights}+".split("+")
+    digest, theirs, _ = weights_of_digests(spec.first_weights)
     if own is not None:
         require_weights_once(own, digest)
         state = AdaptedState(ImportedState(own, spec.model, vocabulary, _packed_base(spec, store, digest)), seeded)

@@ -101,7 +101,7 @@ class RowsCache(LayerCache):
     def __init__(self) -> None:
         super().__init__()
         self.at_B: Tensor | None = None  # where the next token of each row is
-        self.seen: dict[int | None, Tensor] = {}  # the positions [B, S] that it sees, by windows
+        self.hidden: dict[int | None, Tensor] = {}  # the positions [B, S] that it does not see, by windows
 
     def attend(
         self,
@@ -120,10 +120,8 @@ class RowsCache(LayerCache):
         heads, groups = q_BHTK.shape[1], k_BGTK.shape[1]
         q_BGRK = q_BHTK.view(len(q_BHTK), groups, heads // groups, -1)
         scores_BGRS = (q_BGRK @ self.k_BGSK.transpose(2, 3)).float() * attention.factor
-        hidden_BS = ~self.seen[attention.window]
-        shares_BGRS = attention.shares(
-            scores_BGRS.masked_fill_(hidden_BS[:, None, None], -math.inf), (len(q_BHTK), groups, 1)
-        )
+        scores_BGRS.masked_fill_(self.hidden[attention.window][:, None, None], -math.inf)
+        shares_BGRS = attention.shares(scores_BGRS, (len(q_BHTK), groups, 1))
         return (shares_BGRS.to(self.v_BGSK.dtype) @ self.v_BGSK).view(len(q_BHTK), heads, 1, -1)
 
 
@@ -142,11 +140,11 @@ def read_tokens(decoder: Decoder, caches: Sequence[LayerCache], token_B: Tensor,
 def advance_rows(decoder: Decoder, caches: Sequence[RowsCache], token_B: Tensor, at_B: Tensor) -> Tensor:
     """The same for rows of different lengths, after their cached positions."""
     positions_S = torch.arange(caches[0].positions, device=at_B.device)
-    before_BS = positions_S <= at_B[:, None]
-    seen: dict[int | None, Tensor] = {None: before_BS}
+    after_BS = positions_S > at_B[:, None]
+    hidden: dict[int | None, Tensor] = {None: after_BS}
     for layer, cache in zip(decoder.model.layers, caches, strict=True):
         window: int | None = getattr(layer.self_attn, "window")  # noqa: B009 - a module's attribute
-        if window is not None and window not in seen:
-            seen[window] = before_BS & (positions_S > at_B[:, None] - window)
-        cache.at_B, cache.seen = at_B, seen
+        if window is not None and window not in hidden:
+            hidden[window] = after_BS | (positions_S <= at_B[:, None] - window)
+        cache.at_B, cache.hidden = at_B, hidden
     return read_tokens(decoder, caches, token_B, at_B)

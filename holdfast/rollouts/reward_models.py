@@ -17,6 +17,7 @@ from holdfast.model.hub import REWARDS_FIELD, require_weights_once, reward_model
 from holdfast.model.hugging_face import empty_on, open_weights
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec.errors import DataError
+from holdfast.spec.identity import weights_of_digests
 from holdfast.spec.training import Training
 
 
@@ -30,7 +31,7 @@ class RewardModels:
         DataError for a model that does not fit or has other weights, and MissingError."""
         self._device = device
         self._models: dict[int, Decoder] = {}
-        digests = first_weights.split("+")[2:]
+        _, _, digests = weights_of_digests(first_weights)
         if reward_models(training) and not digests:
             raise DataError(f"{REWARDS_FIELD}: result.json has no digests of reward models; train again with --fresh")
         for place, (number, location) in enumerate(reward_models(training)):

@@ -78,7 +78,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
     for name, default in (("rope_local_theta", model.rope_theta), ("query_scalar", model.head_width)):
         if getattr(model, name) == default:
             fields["model"][name] = None
-    start, teacher, *models = f"{first_weights}+".split("+")
+    start, teacher, models = weights_of_digests(first_weights)
     if start:
         fields["model"]["init_from"] = start
     if teacher:
@@ -110,6 +110,13 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         fields["grain"] = spec.training.micro_batch
         fields["loss_chunk"] = spec.training.loss_chunk
     return digest({"version": DATA_PLANE_VERSION, "dataset": dataset_id, "spec": fields, "salt": salt})
+
+
+def weights_of_digests(first_weights: str) -> tuple[str, str, list[str]]:
+    """The digests of `model.init_from`, of the teacher, and of each reward model, as `first_weights_digest` joins them.
+    Empty where there are none."""
+    start, teacher, *models = f"{first_weights}+".split("+")
+    return start, teacher, [each for each in models if each]
 
 
 def _name_reward_models(rewards: list[dict[str, Any]], digests: list[str]) -> None:

@@ -105,7 +105,7 @@ def train_all(tmp_path: Path, layouts: dict[str, tuple[tuple[str, ...], tuple[st
     runs: Runs = [(overrides_of(*model, *layout), name, None) for name, (model, layout) in layouts.items()]
     for name in stopped:
         overrides = overrides_of(*layouts[name][0], *layouts[name][1])
-        runs += [(overrides, f"{name} stopped", 1), (overrides, f"{name} stopped", None)]
+        runs += [(overrides, f"{name} stopped", 2), (overrides, f"{name} stopped", None)]
     assert train_in_ranks(RANKS, store.url, tmp_path / "ranks", runs) == [""] * len(layouts) + [
         "PreemptedError", "",
     ] * len(stopped)  # fmt: skip

@@ -191,7 +191,7 @@ def test_a_mesh_matches_one_process_and_resumes_with_the_same_bits(tmp_path: Pat
     runs: Runs = [(overrides_of(*layout), name, None) for name, layout in two]
     ends = ["", "", "PreemptedError", ""]
     stopped, cut = overrides_of(*LAYOUTS["tensor x shards"]), SEQUENCES["context x tensor"]
-    runs += [(stopped, "stopped", 1), (stopped, "stopped", None)]
+    runs += [(stopped, "stopped", 2), (stopped, "stopped", None)]
     bubbles = overrides_of(*PIPELINES["zero bubble"])
     runs += [
         (overrides_of(*STAGES), "stages", None),
@@ -222,7 +222,7 @@ def test_every_layout_and_form_matches_one_process_and_resumes_with_the_same_bit
     for name, layout in matrix.items():
         overrides, stopped = overrides_of(*layout), f"{name} stopped"
         runs += [(overrides, name, None)]
-        runs += [(overrides, stopped, 1), (overrides, stopped, None)] if name in STOPPED else []
+        runs += [(overrides, stopped, 2), (overrides, stopped, None)] if name in STOPPED else []
     ends = ["" if stop is None else "PreemptedError" for _, _, stop in runs]
     assert train_in_ranks(RANKS, store.url, tmp_path / "ranks", runs) == ends
     salts = {alone(*layout): f"alone {name}" for name, layout in matrix.items()}
