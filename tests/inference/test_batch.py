@@ -62,6 +62,15 @@ def test_tokens_are_those_of_whole_forward_passes(built: Decoder, batch: AnswerB
         assert answer(events) == (expected(built, prompt, 12, sampling), "length")
 
 
+def test_rows_see_no_further_back_than_the_windows_of_their_layers() -> None:
+    windowed = decoder(shape(context=320, kv_heads=2, family="gpt_oss", sliding_window=4)).eval()
+    batch, sampling = AnswerBatch(windowed, 3, waiting=2), TokenSampling(0.8, seed=3, number=1)
+    waiting = [submitted(batch, prompt, sampling=sampling)[1] for prompt in PROMPTS]
+    for prompt, events in zip(PROMPTS, waiting, strict=True):
+        assert answer(events) == (expected(windowed, prompt, 12, sampling), "length")
+    batch.close()
+
+
 def test_a_request_has_the_same_tokens_alone_and_among_others(batch: AnswerBatch) -> None:
     """The caches grow while the request runs, and rows come and go."""
     sampling = TokenSampling(1.0, 0.9, seed=7)
