@@ -97,8 +97,10 @@ class ImportedState:
         """See FirstState."""
         for box in boxes:
             if box.name.endswith((CODES, SCALES)):
+                whole = self._quantised(box.name.rpartition(".")[0])[box.name.endswith(SCALES)]
+                place = zip(box.offset, box.data.shape, strict=True)
                 with torch.no_grad():
-                    box.data.copy_(self._quantised(box.name.rpartition(".")[0])[box.name.endswith(SCALES)])
+                    box.data.copy_(whole[tuple(slice(low, low + size) for low, size in place)])
             elif not _zero_moment(box):
                 self._fill(box)
 

@@ -41,6 +41,7 @@ class FrozenLinear(Linear):
     def __init__(self, base: Linear, stored: str) -> None:
         super().__init__(base.in_features, base.out_features, bias=False)
         self.bias, self.stored = base.bias, stored
+        self.product = frozen_product
         if stored == "nf4":
             rows, columns = base.out_features, base.in_features
             self.register_parameter("weight", None)
@@ -62,8 +63,14 @@ class FrozenLinear(Linear):
         kind = x.device.type
         wide = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         stored = (self.packed, self.block_scale) if self.stored == "nf4" else (self.weight,)
-        result: Tensor = _FrozenProduct.apply(x.to(wide), *stored)
+        result = self.product(x.to(wide), *stored)
         return result if self.bias is None else result + self.bias.to(wide)
+
+
+def frozen_product(x: Tensor, *stored: Tensor) -> Tensor:
+    """x W transposed, with a matrix that is kept for the backward pass as it is stored."""
+    result: Tensor = _FrozenProduct.apply(x, *stored)
+    return result
 
 
 class _FrozenProduct(torch.autograd.Function):

@@ -169,6 +169,12 @@ def write_base(folder: Path, overrides: tuple[str, ...]) -> None:
 
 DEEPSEEK_LORA = (*DEEPSEEK, 'training.lora.targets=["o_proj", "gate_proj", "up_proj", "down_proj"]')
 FSDP, DEALT = "parallel.strategy=fsdp", "parallel.expert=2"
+NF4 = "training.lora.base=nf4"
+HALVES = ("model.hidden=128", "model.ffn=128")  # of the columns that two ranks split, whole blocks of NF4
+SHARED_HALVES = (*SHARED, *HALVES, NF4)
+DEEPSEEK_HALVES = (
+    *DEEPSEEK_LORA, "model.ffn=128", "model.latent={query: 64, key_value: 64, rope: 8, value: 32}", NF4,
+)  # fmt: skip
 LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # the model of each case, and its layout on two ranks
     "dealt": (SHARED, (FSDP, DEALT)),
     "dealt copies": (MIXTRAL, ("parallel.strategy=ddp", DEALT)),
@@ -179,28 +185,42 @@ LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # the model of 
     "context": (DEEPSEEK_LORA, (FSDP, "parallel.context=2")),
     "latents, split": ((*DEEPSEEK_LORA, "training.lora.base=bf16"), (FSDP, "parallel.tensor=2")),
     "sums": ((*MIXTRAL, "training.determinism=elastic"), ("parallel.strategy=ddp",)),
+    "packed, dealt": ((*SHARED, NF4), (FSDP, DEALT)),
+    "packed copies, dealt": ((*MIXTRAL, NF4), ("parallel.strategy=ddp", DEALT)),
+    "packed, split": (SHARED_HALVES, (FSDP, "parallel.tensor=2")),
+    "packed, split, dealt": (SHARED_HALVES, (FSDP, "parallel.tensor=2", DEALT)),
+    "packed, split, biases": ((*GPT_OSS, *HALVES, NF4), (FSDP, "parallel.tensor=2")),
+    "packed latents, split": (DEEPSEEK_HALVES, (FSDP, "parallel.tensor=2")),
+    "packed stages": ((*SHARED, NF4), (FSDP, "parallel.pipeline=2", "training.micro_batch=1")),
+    "packed context": ((*MIXTRAL, NF4), (FSDP, "parallel.context=2")),
+    "packed sums": ((*MIXTRAL, NF4, "training.determinism=elastic"), ("parallel.strategy=ddp",)),
+    "packed sums of shards": ((*SHARED, NF4, "training.determinism=elastic", FSDP), ()),
 }  # fmt: skip
 FAST = ("dealt",)
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Weights of each model, by its family."""
+def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], str]:
+    """Weights of each model, by its fields."""
     folder, found = tmp_path_factory.mktemp("bases"), {}
-    for number, overrides in enumerate((MIXTRAL, SHARED, GPT_OSS, DEEPSEEK)):
-        write_base(folder / str(number), overrides)
-        found[f"model.family={tiny_spec(*overrides).model.family}"] = str(folder / str(number))
+    for number, fields in enumerate(sorted({model_fields(*model) for model, _ in LAYOUTS.values()})):
+        write_base(folder / str(number), fields)
+        found[fields] = str(folder / str(number))
     return found
 
 
-def settings(bases: dict[str, str], *overrides: str, processes: int = 1) -> tuple[str, ...]:
+def model_fields(*overrides: str) -> tuple[str, ...]:
+    return tuple(field for field in overrides if field.startswith("model."))
+
+
+def settings(bases: dict[tuple[str, ...], str], *overrides: str, processes: int = 1) -> tuple[str, ...]:
     """The overrides of a run with adapters."""
-    family = next(field for field in overrides if field.startswith("model.family="))
-    lora = (f"training.lora.rank={RANK}", "training.lora.alpha=8", f"model.init_from={bases[family]}")
+    weights = bases[model_fields(*overrides)]
+    lora = (f"training.lora.rank={RANK}", "training.lora.alpha=8", f"model.init_from={weights}")
     return overrides_of(*lora, *overrides, "training.steps=4", processes=processes)
 
 
-def train_all(tmp_path: Path, bases: dict[str, str], names: Sequence[str]) -> Store:
+def train_all(tmp_path: Path, bases: dict[tuple[str, ...], str], names: Sequence[str]) -> Store:
     """Train layouts, the first of them again with a stop. Every one has the losses of one process."""
     store = new_store(tmp_path / "store")
     fields = {name: settings(bases, *chain(*LAYOUTS[name]), processes=2) for name in names}
@@ -224,7 +244,7 @@ def train_all(tmp_path: Path, bases: dict[str, str], names: Sequence[str]) -> St
 
 
 def test_adapters_of_experts_train_alike_when_they_are_distributed_and_resume_with_their_bits(
-    tmp_path: Path, bases: dict[str, str]
+    tmp_path: Path, bases: dict[tuple[str, ...], str]
 ) -> None:
     store = train_all(tmp_path, bases, FAST)
     spec = tiny_spec(*settings(bases, *chain(*LAYOUTS[FAST[0]]), processes=2))
@@ -236,5 +256,7 @@ def test_adapters_of_experts_train_alike_when_they_are_distributed_and_resume_wi
 
 
 @pytest.mark.drill
-def test_adapters_of_experts_train_alike_in_every_other_layout(tmp_path: Path, bases: dict[str, str]) -> None:
+def test_adapters_of_experts_train_alike_in_every_other_layout(
+    tmp_path: Path, bases: dict[tuple[str, ...], str]
+) -> None:
     train_all(tmp_path, bases, [name for name in LAYOUTS if name not in FAST])

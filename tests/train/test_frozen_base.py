@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from holdfast.checkpoint import open_checkpoint, read_manifest
+from holdfast.checkpoint import TensorBox, open_checkpoint, read_manifest
 from holdfast.components.train.export import export
 from holdfast.dataset import Dataset
 from holdfast.engines.interface import build_engine
@@ -20,6 +21,7 @@ from holdfast.engines.torch.frozen import base_boxes
 from holdfast.engines.weights import ImportedState
 from holdfast.model import nf4
 from holdfast.model.decoder import Decoder
+from holdfast.model.hugging_face import read_hugging_face
 from holdfast.model.initialise import initialise
 from holdfast.model.lora import FrozenLinear, add_adapters, frozen_matrices, is_adapter, scale_of
 from holdfast.spec.training import Lora
@@ -33,6 +35,10 @@ from tests.train.tiny_run import DATASET_ID, END_OF_TEXT, VOCABULARY, new_store,
 
 SHAPE = ("model.hidden=64", "model.ffn=192", "training.lora.rank=3", "model.init_from=x")
 RATE = 0.02
+HALVES = ("model.hidden=128", "model.ffn=384", "training.lora.rank=8", "model.init_from=x")
+MIXTURE = (*HALVES, "model.family=qwen2_moe", "model.experts=4", "model.routing.shared=1")
+TENSOR, EXPERT = "parallel.tensor=2", "parallel.expert=2"
+Parts = list[tuple[str, tuple[int, ...], tuple[int, ...], Any]]  # name, offset, whole shape and values of each
 
 
 def by_table(values: list[float]) -> tuple[bytes, float]:
@@ -112,9 +118,9 @@ def test_a_narrow_base_computes_with_its_stored_values_and_keeps_no_wide_copy(ba
     assert [tensor for tensor in kept if tensor.dtype == torch.float32 and tuple(tensor.shape) in matrices] == []
 
 
-def weights(folder: Path, base: str = "") -> Path:
+def weights(folder: Path, base: str = "", shape: tuple[str, ...] = SHAPE) -> Path:
     """A base, or with `base` the values that are stored of it."""
-    model, names = tiny_spec(*SHAPE).model, frozen_matrices(tiny_spec(*SHAPE).model, VOCABULARY, Lora(rank=3))
+    model, names = tiny_spec(*shape).model, frozen_matrices(tiny_spec(*shape).model, VOCABULARY, Lora(rank=8))
     decoder = Decoder.empty(model, VOCABULARY)
     initialise(decoder, 1)
     tokenizer = new_store(folder / "store").get(f"datasets/{DATASET_ID}/tokenizer.json").decode()
@@ -197,6 +203,46 @@ def _steps(rank: int, size: int, folder: Path, runs: list[tuple[Path, tuple[str,
     return results
 
 
+def _parts(rank: int, size: int, folder: Path, base: Path, runs: list[tuple[str, ...]]) -> list[Parts]:
+    """This rank's parts of the packed matrices of some layouts."""
+    join_exactly(folder, rank, size, always=True)
+    results = []
+    for fields in runs:
+        spec = tiny_assignment(*fields, f"model.init_from={base}", f"parallel.processes={size}")
+        boxes = list(build_engine(spec, VOCABULARY, END).frozen())
+        ImportedState(str(base), spec.model, VOCABULARY).fill(boxes)
+        packed = [box for box in boxes if box.name.endswith((".codes", ".scales"))]
+        results.append([(box.name, box.offset, box.global_shape, box.data.numpy()) for box in packed])
+    return results
+
+
+def test_the_parts_of_ranks_are_those_of_the_matrix_that_one_process_quantises(tmp_path: Path) -> None:
+    base = weights(tmp_path, shape=MIXTURE)
+    fields, layouts = (
+        (*MIXTURE, "training.lora.base=nf4", "parallel.strategy=fsdp"),
+        ((TENSOR,), (EXPERT,), (TENSOR, EXPERT)),
+    )
+    ((alone,),) = in_ranks(1, _parts, tmp_path / "one", base, [fields])
+    whole, source = {name: torch.from_numpy(values) for name, _, _, values in alone}, read_hugging_face(base)
+    for name, values in whole.items():
+        expected = nf4.quantise(source.tensor(name.rpartition(".")[0]))[name.endswith(".scales")]
+        assert torch.equal(values, expected)
+    of_experts = {name for name in whole if ".mlp.experts." in name}
+    runs = [(*fields, *fields_of_layout) for fields_of_layout in layouts]
+    for of_ranks, given in zip(
+        zip(*in_ranks(2, _parts, tmp_path / "two", base, runs), strict=True), layouts, strict=True
+    ):
+        found, split = dict[str, Tensor](), set[str]()
+        for name, offset, shape, values in chain(*of_ranks):
+            box = TensorBox(name, shape, offset, torch.from_numpy(values))
+            assert torch.equal(box.data, part(whole[name], box))
+            split |= {name} if values.shape != shape else set()
+            part(found.setdefault(name, torch.zeros(shape, dtype=box.data.dtype)), box).copy_(box.data)
+        assert found.keys() == whole.keys() and all(torch.equal(found[name], each) for name, each in whole.items())
+        expected_split = of_experts if EXPERT in given else set()
+        assert split == expected_split | (whole.keys() - of_experts if TENSOR in given else set())
+
+
 @pytest.mark.drill
 def test_nf4_gives_the_losses_of_its_values_in_fp32_whole_and_sharded(tmp_path: Path) -> None:
     values, base = weights(tmp_path / "values", "nf4"), weights(tmp_path / "original")
@@ -213,6 +259,21 @@ def test_nf4_gives_the_losses_of_its_values_in_fp32_whole_and_sharded(tmp_path: 
         curves = [curve for curve, _ in results]
         for expected, actual, (*_, bound) in zip(curves[0::2], curves[1::2], pairs, strict=True):
             torch.testing.assert_close(actual, expected, rtol=bound, atol=0)
+
+
+@pytest.mark.slow
+def test_nf4_that_is_split_or_distributed_has_the_bits_of_its_values_in_fp32(tmp_path: Path) -> None:
+    runs = []
+    for fields, layouts in ((HALVES, ((TENSOR,),)), (MIXTURE, ((TENSOR,), (EXPERT,), (TENSOR, EXPERT)))):
+        folder = tmp_path / str(len(fields))
+        values, base = weights(folder / "values", "nf4", fields), weights(folder / "original", shape=fields)
+        for given in layouts:
+            for precision in ("fp32", "bf16"):
+                settings = (*fields, *given, f"training.precision={precision}", "parallel.strategy=fsdp")
+                runs += [(values, settings), (base, (*settings, "training.lora.base=nf4"))]
+    for results in in_ranks(2, _steps, tmp_path / "ranks", runs, seconds=300):
+        curves = [curve for curve, _ in results]
+        assert curves[0::2] == curves[1::2]
 
 
 @pytest.mark.parametrize("base", ["bf16", "nf4"])

@@ -33,6 +33,9 @@ def apply_expert_parallel(decoder: Decoder, mesh: DeviceMesh, tensor: int) -> li
             for name, parameter in list(module.named_parameters(recurse=False)):  # on meta: nothing to send
                 cut = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
                 module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
+            for name, buffer in list(module.named_buffers(recurse=False)):  # codes and scales of NF4
+                cut = distribute_tensor(buffer, mesh, [Shard(0)], src_data_rank=None)
+                module.register_buffer(name, cut, persistent=False)
         experts.compute = Exchange(mesh.get_group(), tensor)
     return all_experts
 

@@ -32,6 +32,7 @@ from torch.distributed.tensor.parallel import (
 from holdfast.model.decoder import Decoder
 from holdfast.model.experts import Router
 from holdfast.model.layers import LatentAttention, Layer, Mixture, WholeNorm
+from holdfast.model.lora import FrozenLinear, frozen_product
 from holdfast.model.token_logprobs import Likeliest, likeliest_tokens, token_logprobs
 
 SEQUENCE = Shard(1)  # of [B, T, D]
@@ -126,11 +127,27 @@ def _mixture_plan(mixture: Mixture) -> dict[str, ParallelStyle]:
 
 
 def _distribute(module: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
-    """Spread the own parameters of a module over `mesh`. Nothing is sent: the modules are on meta."""
+    """Spread the own parameters of a module over `mesh`, and the codes and scales of a matrix in NF4. Nothing is sent:
+    the modules are on meta."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         whole = Replicate() if name == "bias" and placement == Shard(1) else placement
         spread = distribute_tensor(parameter, mesh, [whole], src_data_rank=None)
         module.register_parameter(name, nn.Parameter(spread, requires_grad=parameter.requires_grad))
+    if isinstance(module, FrozenLinear) and module.stored == "nf4":
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            spread = distribute_tensor(buffer, mesh, [placement], src_data_rank=None)
+            module.register_buffer(name, spread, persistent=False)
+        module.product = partial(_product_of_part, mesh, placement)
+
+
+def _product_of_part(mesh: DeviceMesh, placement: Placement, x: Tensor, *stored: Tensor) -> Tensor:
+    """See `frozen_product`, for the rows or columns of a matrix on this rank. Their borders are borders of blocks."""
+    assert isinstance(x, DTensor)
+    of_rows = placement == Shard(0)
+    columns = Shard(x.dim() - 1)
+    part = x.to_local(grad_placements=[Partial() if of_rows else columns])
+    result = frozen_product(part, *map(_local, stored))
+    return DTensor.from_local(result, mesh, [columns if of_rows else Partial()], run_check=False)
 
 
 class _ByRows(ColwiseParallel):
@@ -172,6 +189,8 @@ class _Alike(ParallelStyle):
     gradients of its result, so the gradient of its weights is whole on every rank."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if isinstance(module, FrozenLinear) and module.stored == "nf4":
+            return module  # codes and scales are plain tensors
         before = module.get_parameter("weight")
         weight = distribute_tensor(before, device_mesh, [Replicate()], src_data_rank=None)
         module.register_parameter("weight", nn.Parameter(weight, requires_grad=before.requires_grad))

@@ -147,8 +147,9 @@ def check_adapters(spec: Spec) -> Iterator[Problem]:
 
 
 def _check_nf4(spec: Spec) -> Iterator[Problem]:
-    """The widths of all frozen matrices are whole blocks, and every rank holds whole matrices."""
-    model, parallel = spec.model, spec.parallel
+    """The widths of all frozen matrices are whole blocks, also of the columns that each rank of a tensor-parallel group
+    holds."""
+    model, tensor = spec.model, spec.parallel.tensor
     widths = {"hidden": model.hidden, "ffn": model.ffn_width, "heads": model.heads * model.head_width}
     if model.dense_layers:
         widths["dense_ffn"] = model.dense_width
@@ -162,11 +163,22 @@ def _check_nf4(spec: Spec) -> Iterator[Problem]:
             message = f"gives matrices of {width} columns, and NF4 scales {NF4_BLOCK} together (training.lora.base)"
             section, _, field = name.rpartition(".")
             yield Problem(f"model.{name}", getattr(model.latent if section else model, field), message, remedy)
-    for name in ("tensor", "expert"):
-        if (ranks := getattr(parallel, name)) > 1:
-            remedy = f"use bf16, or parallel.strategy: fsdp without parallel.{name}"
-            message = f"is held whole by every rank, and parallel.{name} = {ranks} would split it"
-            yield Problem("training.lora.base", "nf4", message, remedy)
+    columns = {"the output of attention": model.heads * model.value_width}
+    if model.experts == 1:
+        columns["the feed-forward layers"] = model.ffn_width
+    elif model.routing.shared:
+        columns["the shared experts"] = model.routing.shared * model.ffn_width
+    if model.dense_layers:
+        columns["the dense layers"] = model.dense_width
+    for matrix, width in columns.items():
+        if width % NF4_BLOCK == 0 and width % (NF4_BLOCK * tensor):
+            message = (
+                f"gives each rank {width / tensor:g} of the {width} columns of {matrix}, and NF4 scales {NF4_BLOCK} "
+                "together (training.lora.base)"
+            )
+            blocks = width // NF4_BLOCK
+            remedy = f"use {f'a divisor of {blocks}' if blocks > 1 else 1}, or training.lora.base: bf16"
+            yield Problem("parallel.tensor", tensor, message, remedy)
 
 
 def _check_adapted_experts(spec: Spec) -> Iterator[Problem]:
