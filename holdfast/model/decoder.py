@@ -81,6 +81,7 @@ class Decoder(nn.Module):
         self.stops: tuple[int, ...] = ()  # tokens that end generation, in addition to `end_of_text`
         self.positions_T: Tensor | None = None  # the positions of each sequence on this rank; None: all
         self.loss_chunk = CHUNK  # tokens whose logits exist at a time in the loss
+        self.loss_compiled = False  # whether one kernel computes from logits what the loss needs
         self.local_segments: Callable[[Segments], Any] = lambda segments: segments  # what attention on this rank takes
         self.add_up: Callable[[Tensor], Tensor] | None = None  # sums counts over the ranks with the other positions
         self.top: int | None = None  # of a teacher: `forward` returns this number of likeliest tokens, and no losses
@@ -181,7 +182,8 @@ class Decoder(nn.Module):
 
     def logprobs(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """The log-probabilities of targets from the output of `hidden`: fp32 [B, T], 0 where IGNORED."""
-        return token_logprobs(*self._head_inputs(x_BTD), targets_BT, chunk=self.loss_chunk)
+        inputs = self._head_inputs(x_BTD)
+        return token_logprobs(*inputs, targets_BT, chunk=self.loss_chunk, compiled=self.loss_compiled)
 
     def _head_inputs(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """The factors of the logits, in the type of their product."""

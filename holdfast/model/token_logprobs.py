@@ -4,6 +4,9 @@ The chunk is part of the plan, because it is part of the order of sums. A chunk 
 row do not depend on the other rows. Sums over the vocabulary and the gradient of the head are fp32.
 Inputs in fp64 have sums in fp64. Backward computes the logits of a chunk again.
 
+With `compiled`, what happens to the logits between the products is one kernel, which reads them once. Without it, it is
+a copy in fp32 and some passes over it, which take longer than the products on an accelerator.
+
 With a process group, each of its ranks has consecutive rows of the head (vocabulary shards). A chunk then costs two
 small reductions in forward: the maximum, and the sum of exponentials with the target's logit. It costs none in
 backward, which adds the gradient of `hidden` over the ranks once.
@@ -14,7 +17,8 @@ Shape suffixes: as in `decoder`; C tokens of a chunk.
 # ruff: noqa: N803, N806 - shape suffixes are upper case
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +40,7 @@ def token_logprobs(
     chunk: int = CHUNK,
     group: dist.ProcessGroup | None = None,
     first_token: int = 0,
+    compiled: bool = False,
 ) -> Tensor:
     """The log-probability of each target, fp32 [B, T]; 0 where the target is IGNORED.
 
@@ -43,7 +48,8 @@ def token_logprobs(
     position are distinct.
 
     `head_VD` is the weight of the head. With a `group` it is this rank's shard of the vocabulary, which begins at
-    `first_token`. A collective call of the group, forward and backward.
+    `first_token`. A collective call of the group, forward and backward. A group, and several targets of a position,
+    are not `compiled`.
     """
     if chunk < 1:
         raise ValueError(f"the chunk of token_logprobs is {chunk}; give at least 1 token")
@@ -51,7 +57,8 @@ def token_logprobs(
         raise ValueError(
             f"the input of the head is {hidden_BTD.dtype} and its weight {head_VD.dtype}; give both in one dtype"
         )
-    logprobs_BT: Tensor = _TokenLogprobs.apply(hidden_BTD, head_VD, targets_BT, chunk, group, first_token)
+    compiled = compiled and group is None and targets_BT.dim() == 2
+    logprobs_BT: Tensor = _TokenLogprobs.apply(hidden_BTD, head_VD, targets_BT, chunk, group, first_token, compiled)
     return logprobs_BT
 
 
@@ -127,14 +134,21 @@ class _TokenLogprobs(torch.autograd.Function):
         chunk: int,
         group: dist.ProcessGroup | None,
         first_token: int,
+        compiled: bool,
     ) -> Tensor:
         """Log-probabilities, chunk by chunk."""
         precise = _precise(hidden_BTD.dtype)
         logprobs_BT = torch.empty(targets_BT.shape, dtype=precise, device=hidden_BTD.device)
         lse_BT = logprobs_BT.new_empty(targets_BT.shape[:2])
         for row, tokens in _chunks(targets_BT, chunk):
-            logits_CV = (hidden_BTD[row, tokens] @ head_VD.T).to(precise)
+            product_CV = hidden_BTD[row, tokens] @ head_VD.T
             index_C, owned_C = _local_targets(targets_BT[row, tokens], first_token, len(head_VD))
+            if compiled:
+                lse_C, target_C = _one_kernel(_lse_and_targets)(product_CV, index_C)
+                lse_BT[row, tokens] = lse_C
+                logprobs_BT[row, tokens] = (target_C - lse_C).where(owned_C, 0)
+                continue
+            logits_CV = product_CV.to(precise)
             target_C = logits_CV.gather(1, index_C.view(len(index_C), -1)).view_as(index_C).where(owned_C, 0)
             if group is None:
                 lse_C = logits_CV.logsumexp(1)
@@ -148,7 +162,7 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs_C = target_C - lse_C.view(-1, *[1] * (target_C.dim() - 1))
             logprobs_BT[row, tokens] = logprobs_C.where(targets_BT[row, tokens] != IGNORED, 0)
         ctx.save_for_backward(hidden_BTD, head_VD, targets_BT, lse_BT)
-        ctx.chunk, ctx.group, ctx.first_token = chunk, group, first_token
+        ctx.chunk, ctx.group, ctx.first_token, ctx.compiled = chunk, group, first_token, compiled
         return logprobs_BT
 
     @staticmethod
@@ -164,14 +178,18 @@ class _TokenLogprobs(torch.autograd.Function):
         d_head_VD = torch.zeros_like(head_VD, dtype=precise) if wants_head else None
         for row, tokens in _chunks(targets_BT, ctx.chunk):
             x_CD, gradient_CK = hidden_BTD[row, tokens], gradient_BT[row, tokens].reshape(-1, several)
-            gradient_C1 = gradient_CK.sum(1, keepdim=True)
-            d_CV = (x_CD @ head_VD.T).to(precise).sub_(lse_BT[row, tokens, None]).exp_().mul_(-gradient_C1)
             index_C, owned_C = _local_targets(targets_BT[row, tokens], ctx.first_token, len(head_VD))
             index_CK, own_CK = index_C.view_as(gradient_CK), gradient_CK.where(owned_C.view_as(gradient_CK), 0)
-            d_CV.scatter_add_(1, index_CK[:, :1], own_CK[:, :1])
-            if several > 1:  # apart from the first one, which may be one of them: no sum depends on an order
-                d_CV.scatter_add_(1, index_CK[:, 1:], own_CK[:, 1:])
-            d_CV = d_CV.to(head_VD.dtype)
+            if ctx.compiled:
+                operands = lse_BT[row, tokens], gradient_CK[:, 0], index_C, own_CK[:, 0]
+                d_CV = _one_kernel(_gradient_of_logits)(x_CD @ head_VD.T, *operands)
+            else:
+                gradient_C1 = gradient_CK.sum(1, keepdim=True)
+                d_CV = (x_CD @ head_VD.T).to(precise).sub_(lse_BT[row, tokens, None]).exp_().mul_(-gradient_C1)
+                d_CV.scatter_add_(1, index_CK[:, :1], own_CK[:, :1])
+                if several > 1:  # apart from the first one, which may be one of them: no sum depends on an order
+                    d_CV.scatter_add_(1, index_CK[:, 1:], own_CK[:, 1:])
+                d_CV = d_CV.to(head_VD.dtype)
             if d_hidden_BTD is not None:
                 d_hidden_BTD[row, tokens] = d_CV @ head_VD
             if d_head_VD is not None:
@@ -182,7 +200,28 @@ class _TokenLogprobs(torch.autograd.Function):
         if shards and d_hidden_BTD is not None:
             dist.all_reduce(d_hidden_BTD, group=ctx.group)
             d_hidden_BTD = d_hidden_BTD.to(hidden_BTD.dtype)
-        return d_hidden_BTD, None if d_head_VD is None else d_head_VD.to(head_VD.dtype), None, None, None, None
+        return d_hidden_BTD, None if d_head_VD is None else d_head_VD.to(head_VD.dtype), *[None] * 5
+
+
+def _lse_and_targets(logits_CV: Tensor, index_C: Tensor) -> tuple[Tensor, Tensor]:
+    """The logarithm of each row's sum of exponentials, and the logit of its target."""
+    precise_CV = logits_CV.to(_precise(logits_CV.dtype))
+    return precise_CV.logsumexp(1), precise_CV.gather(1, index_C[:, None])[:, 0]
+
+
+def _gradient_of_logits(logits_CV: Tensor, lse_C: Tensor, gradient_C: Tensor, index_C: Tensor, own_C: Tensor) -> Tensor:
+    """The gradient of the logits, in their data type: `own_C` at the target, less the share of each token times
+    `gradient_C`."""
+    share_CV = (logits_CV.to(lse_C.dtype) - lse_C[:, None]).exp()
+    at_target_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == index_C[:, None]
+    d_CV = share_CV * -gradient_C[:, None] + torch.where(at_target_CV, own_C[:, None], 0)
+    return d_CV.to(logits_CV.dtype)
+
+
+@cache
+def _one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, compiled for each length of a chunk."""
+    return torch.compile(function, dynamic=False)
 
 
 def _precise(dtype: torch.dtype) -> torch.dtype:

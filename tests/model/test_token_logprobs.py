@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,22 @@ def test_values_and_gradients_are_those_of_all_logits(chunk: int, dtype: torch.d
     ignored = targets == IGNORED
     assert not results[0][ignored].any()
     assert not results[1][ignored].any()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_sums_over_the_vocabulary_are_those_of_separate_operations(dtype: torch.dtype) -> None:
+    hidden, head, targets, gradient = inputs(3, 50, dtype)
+    found, again, expected = (
+        with_gradients(lambda x, w, c=c: token_logprobs(x, w, targets, chunk=16, compiled=c), gradient, hidden, head)
+        for c in (True, True, False)
+    )
+    assert all(map(torch.equal, found, again))
+    for actual, reference in zip(found, expected, strict=True):
+        assert ((actual - reference).norm() / reference.norm()).item() < (1e-6 if dtype == torch.float32 else 3e-3)
+    assert not found[0][targets == IGNORED].any()
+    assert not found[1][targets == IGNORED].any()
 
 
 def test_a_position_may_have_several_targets_of_which_the_first_may_occur_twice() -> None:
