@@ -183,6 +183,7 @@ FOLDER = "adapter"  # within an export: `transformers` would treat a model next 
 PREFIX = "base_model.model."  # before a tensor's name in `transformers`
 HUB = "hf://"
 EXPERTS = ".mlp.experts."  # in the names of their adapters
+FEED_FORWARD = {"gate_proj", "up_proj", "down_proj"}
 
 
 def peft_files(
@@ -198,6 +199,10 @@ def peft_files(
     `peft` adapts the experts of a layer as one parameter. It wraps their module once for each of the two parameters,
     and the wrapper of the second has that of the first as its base layer. The second matrices of all experts lie side
     by side, expert by expert for each column.
+
+    In a mixture, `peft` takes modules with the names of feed-forward matrices for experts of files that are older than
+    the stacked parameters, and doubles their rank. So the matrices of dense layers and shared experts are named as
+    parameters too.
     """
     files: dict[str, tuple[str, tuple[int, ...], int]] = {}  # the canonical name, shape and experts of each tensor
     parameters = set[str]()
@@ -222,6 +227,9 @@ def peft_files(
         return iter([torch.cat(list(rows(tensor))).unflatten(0, (experts, -1)).permute(1, 2, 0).flatten(1)])
 
     modules = {tensor.rpartition(".lora_")[0].rpartition(".")[2] for tensor in shapes if EXPERTS not in tensor}
+    if parameters:
+        parameters |= {f"{name}.weight" for name in modules & FEED_FORWARD}
+        modules -= FEED_FORWARD
     location, _, revision = base.removeprefix(HUB).partition("@") if base.startswith(HUB) else (base, "", "")
     config = {
         "base_model_name_or_path": location,

@@ -48,9 +48,11 @@ DEEPSEEK = (
     "model.latent={query: 64, key_value: 64, rope: 8, value: 16}", "model.head_dim=24", "model.kv_heads=4",
     "model.routing.balance=none",
 )  # fmt: skip
+GLM = (*WIDE, "model.family=glm4_moe", "model.routing.shared=1", "model.dense_layers=1", "model.routing.balance=none")
 PHI3 = ("model.hidden=64", "model.ffn=64", "model.family=phi3", "model.tie_embeddings=false")  # fused when published
 CASES = {"mixtral": MIXTRAL, "shared": SHARED, "oss": GPT_OSS, "latent": DEEPSEEK, "fused": PHI3}
 RANK = 4
+TARGETS = ("o_proj", "gate_proj", "up_proj", "down_proj")  # that latent attention has too
 
 
 def random_adapters(overrides: tuple[str, ...], lora: Lora) -> dict[str, Tensor]:
@@ -103,7 +105,7 @@ def merged(overrides: tuple[str, ...], lora: Lora, adapters: dict[str, Tensor]) 
 @pytest.mark.parametrize("base", ["fp32", "bf16", "nf4"])
 @pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
 def test_adapted_experts_compute_and_learn_what_their_merged_model_does(overrides: tuple[str, ...], base: str) -> None:
-    lora = Lora(rank=RANK, alpha=12, base=base, targets=("o_proj", "gate_proj", "up_proj", "down_proj"))  # type: ignore[arg-type]
+    lora = Lora(rank=RANK, alpha=12, base=base, targets=TARGETS)  # type: ignore[arg-type]
     adapters, rows = random_adapters(overrides, lora), global_batch(0, ignored=False)
     ours, whole = adapted(overrides, lora, adapters), merged(overrides, lora, adapters)
     losses = [decoder(rows[:, :-1], rows[:, 1:]) for decoder in (ours, whole)]
@@ -129,11 +131,14 @@ def test_adapted_experts_compute_and_learn_what_their_merged_model_does(override
                 torch.testing.assert_close(actual, expected.flatten(0, 1), rtol=0, atol=bound, msg=name)
 
 
-@pytest.mark.parametrize("overrides", [MIXTRAL, SHARED, GPT_OSS], ids=["mixtral", "shared", "oss"])
+@pytest.mark.parametrize(
+    "overrides", [MIXTRAL, SHARED, GPT_OSS, DEEPSEEK, GLM], ids=["mixtral", "shared", "oss", "latent", "glm"]
+)
 def test_peft_loads_the_adapters_of_experts_to_our_logits(tmp_path: Path, overrides: tuple[str, ...]) -> None:
     from peft import PeftModel
 
-    lora, tokens = Lora(rank=RANK, alpha=12, rslora=True), global_batch(0, ignored=False)[:, :16]
+    targets = TARGETS if overrides is DEEPSEEK else Lora().targets
+    lora, tokens = Lora(rank=RANK, alpha=12, rslora=True, targets=targets), global_batch(0, ignored=False)[:, :16]
     adapters = random_adapters(overrides, lora)
     write_base(tmp_path / "base", overrides)
     shapes = {name: tuple(tensor.shape) for name, tensor in adapters.items()}
