@@ -234,8 +234,8 @@ def built(name: str) -> Decoder:
     return model
 
 
-def theirs_of(name: str) -> torch.nn.Module:
-    """A random model, created by `transformers`."""
+def theirs_of(name: str, **changed: object) -> torch.nn.Module:
+    """A random model, created by `transformers`, with changed settings."""
     overrides = FAMILIES[name][1]
     settings: dict[str, object] = {
         "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2,
@@ -244,7 +244,7 @@ def theirs_of(name: str) -> torch.nn.Module:
         "tie_word_embeddings": FAMILIES[name][0].get("tie_embeddings", True), "num_key_value_heads": 4,
     }  # fmt: skip
     torch.manual_seed(0)
-    merged = {**settings, **overrides}
+    merged = {**settings, **overrides, **changed}
     settings_of_theirs = AutoConfig.for_model(merged.pop("model_type", "llama"), **merged)
     reference = AutoModelForCausalLM.from_config(
         settings_of_theirs, attn_implementation=kernel_of(name), dtype=torch.float32

@@ -30,6 +30,8 @@ from tests.model.families import (
 )
 from tests.model.tiny_model import decoder, export, shape, tokenizer_json
 
+ON_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_an_export_has_the_logits_of_transformers_to_the_bit(tmp_path: Path, name: str) -> None:
@@ -89,6 +91,49 @@ def test_training_walks_with_transformers_and_what_is_exported_then_is_still_its
     assert torch.equal(reloaded(TOKENS).logits, ours(TOKENS))
     apart = (ours(TOKENS) - theirs.eval()(TOKENS).logits).abs().max()
     assert apart <= (0 if exact else 1e-3), "on logits of standard deviation above 1"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_logits_in_bf16_are_as_close_to_those_in_fp32_as_those_of_eager_transformers(
+    tmp_path: Path, name: str, device: str
+) -> None:
+    """The error of bf16 is the sum of many roundings of equal size. One more rounding of each value would double its
+    variance, which makes the error 1.41 times as large. So the bound is 1.5, plus one rounding of the logits.
+
+    A rounding can send a token to another expert, in any of the models. Such a token has a large error, and the median
+    of the tokens does not depend on it. Rows of 16 bytes are needed for products of experts.
+    """
+    theirs = theirs_of(name, hidden_size=64)
+    with torch.no_grad():
+        for tensor in theirs.state_dict().values():
+            tensor.copy_(tensor.bfloat16())  # no model rounds weights
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(tokenizer_json())
+    rows = torch.randint(0, VOCABULARY, (8, CONTEXT), generator=torch.Generator().manual_seed(1)).to(device)
+
+    def logits_of_theirs(dtype: torch.dtype) -> torch.Tensor:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype, attn_implementation="eager").to(device)
+        assert next(model.parameters()).dtype is dtype
+        return model(rows).logits
+
+    ours = load_exported(tmp_path)[0].to(device)
+    with torch.no_grad():
+        expected, theirs_in_bf16 = logits_of_theirs(torch.float32), logits_of_theirs(torch.bfloat16)
+        with torch.autocast(device, torch.bfloat16):
+            whole_replicas = ours(rows)
+        for parameter in ours.parameters():  # as FSDP2 does
+            parameter.data = parameter.bfloat16()
+        sharded = ours(rows)
+
+    def error(logits: torch.Tensor) -> float:
+        assert logits.dtype is torch.bfloat16
+        return float((logits.float() - expected).square().mean(-1).sqrt().median())
+
+    bound = 1.5 * error(theirs_in_bf16) + 2**-9 * float(expected.std())
+    assert expected.std() > 1, "the comparison must mean something"
+    assert error(whole_replicas) <= bound
+    assert error(sharded) <= bound
 
 
 @pytest.mark.parametrize("name", NEW)
