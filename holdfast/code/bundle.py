@@ -32,8 +32,7 @@ from holdfast.runtime.locks import holding_lock
 from holdfast.spec.errors import DataError, MissingError, Problem, SpecError
 from holdfast.spec.json_parsing import parse_json
 from holdfast.spec.redaction import names_secret
-from holdfast.spec.redaction.names import name_strength
-from holdfast.spec.redaction.patterns import PEM, SHAPES
+from holdfast.spec.redaction.patterns import PEM, SHAPES, name_strength
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_file_bounded
 

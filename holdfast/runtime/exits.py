@@ -1,10 +1,18 @@
-"""Exit codes of exceptions, with the error on standard error."""
+"""Ends of a process: exit codes of exceptions, and shutdown requests with their listener.
+
+Where KFP's launcher runs a step, SIGTERM reaches the process group and ends the launcher. Argo's executor polls once a
+second whether the launcher is gone, and then the container ends (docs/retries.md). So everything necessary happens in
+the first tenths of a second. The exit handler does the cleanup.
+"""
 
 from __future__ import annotations
 
 import errno
+import queue
 import re
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from holdfast.runtime.logs import log
 from holdfast.spec.errors import ExitCode, HoldfastError, missing_package
@@ -59,3 +67,53 @@ def exit_code_of(body: Callable[[], object]) -> ExitCode:
         log.error("code of the run called sys.exit(%.100r); have it raise an exception, or return", error.code)
         return ExitCode.USER_CODE
     return ExitCode.OK
+
+
+class _ShutdownRequest:
+    def __init__(self) -> None:
+        self.requested = False
+        self.queue: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal handler may put: it takes no lock
+
+
+_request = _ShutdownRequest()
+
+
+def shutdown_requested() -> bool:
+    """Whether a shutdown was requested: then nothing starts again."""
+    return _request.requested
+
+
+def request_shutdown() -> None:
+    """Record a shutdown request and wake the listener. For signal handlers and threads."""
+    _request.requested = True
+    _request.queue.put(True)
+
+
+@contextmanager
+def on_shutdown_request(listener: Callable[[], None]) -> Iterator[None]:
+    """Call `listener` once, in a separate thread, if a shutdown is requested within the context. Clears earlier
+    requests: another step begins in this process."""
+    global _request  # noqa: PLW0603 - a process works on one step at a time
+    _request = request = _ShutdownRequest()
+
+    def wait() -> None:
+        if request.queue.get():
+            listener()
+
+    thread = threading.Thread(target=wait, name="leaving", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        request.queue.put(False)
+
+
+SLICE = 0.1  # seconds
+
+
+def join_within(thread: threading.Thread, seconds: float) -> None:
+    """Wait at most `seconds` for a thread to end. Time counts only while this process gets CPU time: otherwise a
+    process that was suspended meanwhile would not wait at all."""
+    while seconds > 0.0 and thread.is_alive():
+        thread.join(min(SLICE, seconds))
+        seconds -= SLICE

@@ -15,8 +15,7 @@ from typing import TypeVar
 
 import tenacity
 
-from holdfast.runtime.exits import code_of
-from holdfast.runtime.shutdown import shutdown_requested
+from holdfast.runtime.exits import code_of, shutdown_requested
 from holdfast.spec.cluster import Retries
 from holdfast.spec.errors import ExitCode, HoldfastError, TerminatedError
 

@@ -24,7 +24,7 @@ from holdfast.spec import rules, strict_yaml
 from holdfast.spec.errors import MissingError, Problem, SpecError
 from holdfast.spec.fields import allowed, find, section_of
 from holdfast.spec.functions import USE
-from holdfast.spec.rules.secrets import names_secret
+from holdfast.spec.redaction import names_secret
 from holdfast.spec.section import RefusedFieldError
 from holdfast.spec.training import AUTO
 from holdfast.spec.tree import SPEC_VERSION, Spec

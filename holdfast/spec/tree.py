@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 from holdfast.spec.checkpoint import Checkpoint
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.data import Data, NoData
+from holdfast.spec.errors import require_package
 from holdfast.spec.model import Model
 from holdfast.spec.operations import Evaluation, Registration, Retraining, Serving, Telemetry
 from holdfast.spec.parallel import Parallel
@@ -102,3 +103,9 @@ class Spec(Section):
     def experiment(self) -> str:
         """MLflow experiment, with the default resolved."""
         return self.registration.experiment or self.name
+
+
+def require_trackers(spec: Spec) -> None:
+    """Raise MissingError if the package of a tracker of `telemetry.trackers` is not installed on this machine."""
+    for name in spec.telemetry.trackers:
+        require_package(name, f"telemetry.trackers: {name}", f"remove {name} from telemetry.trackers")

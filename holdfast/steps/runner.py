@@ -20,10 +20,9 @@ from types import FrameType
 from typing import Protocol, TypeVar
 
 from holdfast.runtime.environment import give_home, outcomes_folder
-from holdfast.runtime.exits import exit_code_of
+from holdfast.runtime.exits import exit_code_of, on_shutdown_request, request_shutdown
 from holdfast.runtime.logs import configure_logging, copied_records
 from holdfast.runtime.output import copied_output, prepare_streams, redacted_output
-from holdfast.runtime.shutdown import on_shutdown_request, request_shutdown
 from holdfast.spec.engine_text import restore_environment
 from holdfast.spec.errors import ExitCode, HoldfastError, TerminatedError, missing_package
 from holdfast.steps.outcomes import EXIT_HANDLER, POD, Outcome, Recorder, was_stopped

@@ -24,7 +24,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from holdfast.runtime.environment import outcomes_folder
-from holdfast.runtime.shutdown import join_within
+from holdfast.runtime.exits import join_within
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.steps.jobs import is_job, outcomes_in
 from holdfast.steps.outcomes import LOG_FILE, POD

@@ -16,8 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from holdfast.runtime.exits import code_of
-from holdfast.runtime.shutdown import join_within
+from holdfast.runtime.exits import code_of, join_within
 from holdfast.spec.errors import ExitCode, HoldfastError, MissingError
 from holdfast.store import ObjectInfo, Store, layout
 from holdfast.store.parallel import in_parallel

@@ -15,7 +15,8 @@ from holdfast.runtime.logs import configure_logging
 from holdfast.runtime.output import redacted_output
 from holdfast.runtime.secrets import HIDDEN, StreamRedactor, redact, secret_values
 from holdfast.spec.errors import HoldfastError, Problem, SpecError
-from holdfast.spec.redaction import carries_secret, names_secret, variables
+from holdfast.spec.redaction import carries_secret, names_secret
+from holdfast.spec.redaction import text as redaction_text
 from holdfast.steps.outcomes import Outcome
 
 SECRET = "S3CR3Tvalue"
@@ -160,7 +161,7 @@ def test_a_secret_variable_is_redacted_once_set_and_examined_only_once(monkeypat
         names.append(name)
         return names_secret(name)
 
-    monkeypatch.setattr(variables, "names_secret", look)
+    monkeypatch.setattr(redaction_text, "names_secret", look)
     for password in ("first of two", "second of two"):
         monkeypatch.setenv("MY_SERVICE_PASSWORD", password)
         assert [redact(f"{number}: {password}") for number in range(50)] == [f"{n}: {HIDDEN}" for n in range(50)]

@@ -7,17 +7,17 @@ import time
 
 import pytest
 
-from holdfast.runtime import shutdown
+from holdfast.runtime import exits
 
 
 def test_join_within_waits_for_a_thread_up_to_a_timeout() -> None:
     release = threading.Event()
     thread = threading.Thread(target=release.wait, daemon=True)
     thread.start()
-    shutdown.join_within(thread, 0.25)
+    exits.join_within(thread, 0.25)
     assert thread.is_alive()
     release.set()
-    shutdown.join_within(thread, 600.0)
+    exits.join_within(thread, 600.0)
     assert not thread.is_alive()
 
 
@@ -40,5 +40,5 @@ def test_a_process_that_stood_still_meanwhile_still_waits(monkeypatch: pytest.Mo
         join(self, timeout)
 
     monkeypatch.setattr(threading.Thread, "join", joined)
-    shutdown.join_within(thread, 600.0)
+    exits.join_within(thread, 600.0)
     assert not thread.is_alive()

@@ -16,7 +16,7 @@ import tenacity
 from holdfast.components.train.step import GangError
 from holdfast.runtime import retry
 from holdfast.runtime.environment import OUTCOMES
-from holdfast.runtime.shutdown import on_shutdown_request, request_shutdown, shutdown_requested
+from holdfast.runtime.exits import on_shutdown_request, request_shutdown, shutdown_requested
 from holdfast.spec.cluster import Retries
 from holdfast.spec.errors import (
     AccessDeniedError,

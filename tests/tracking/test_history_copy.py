@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.spec import SpecError
 from holdfast.spec.errors import MissingError
-from holdfast.spec.packages import require_trackers
+from holdfast.spec.tree import require_trackers
 from holdfast.store import Store
 from holdfast.tracking import Tracker, TrackingUnavailable, open_all
 from tests.seeds import in_full

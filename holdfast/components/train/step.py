@@ -47,15 +47,15 @@ from holdfast.model.initialise import parameter_count
 from holdfast.planning.auto import micro_batch_candidates, next_plan, with_micro_batch
 from holdfast.rank.health_gate import health_check_request
 from holdfast.runtime.environment import cache_dir, in_step_pod, log_dir
-from holdfast.runtime.shutdown import request_shutdown
+from holdfast.runtime.exits import request_shutdown
 from holdfast.scoring import require_tasks
 from holdfast.scoring.evaluations import StepScores, best_step, find_scores, scores_of_pause
 from holdfast.script.assignment import ScriptAssignment
 from holdfast.spec import ExitCode, HoldfastError, Spec, run_id
 from holdfast.spec.batch_sizes import BatchSizes
 from holdfast.spec.errors import DivergedError, MissingError, PreemptedError, SpecError, TerminatedError
-from holdfast.spec.packages import require_trackers
 from holdfast.spec.plan import Plan, require_plan, settings_of
+from holdfast.spec.tree import require_trackers
 from holdfast.store import Store, layout
 from holdfast.telemetry import emit, read_events, read_history, recorded_step
 from holdfast.telemetry.events import LaunchBegan

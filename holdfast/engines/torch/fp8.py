@@ -15,7 +15,7 @@ from torch import Tensor
 from holdfast.model.decoder import Decoder
 from holdfast.model.layers import Linear
 from holdfast.spec.errors import MissingError
-from holdfast.spec.rules.precision import FP8_CAPABILITY
+from holdfast.spec.rules.training import FP8_CAPABILITY
 
 # The exponent of the largest power of two in each format, minus one: 448 = 1.75 * 2^8, 57344 = 1.75 * 2^15.
 _ROOM = {torch.float8_e4m3fn: 7, torch.float8_e5m2: 14}

@@ -23,9 +23,9 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from holdfast.launch.exits import RankExit
+from holdfast.runtime.exits import join_within
 from holdfast.runtime.node import NAMESPACE_VARIABLE, POD_VARIABLE, node_name
 from holdfast.runtime.secrets import StreamRedactor
-from holdfast.runtime.shutdown import join_within
 from holdfast.store import open_store
 from holdfast.store.log_stream import CLOSE_SECONDS, DEADLINE
 from holdfast.telemetry.rank_logs import RankLog, new_stream

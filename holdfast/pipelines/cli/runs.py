@@ -163,7 +163,7 @@ def tag(
     Example: holdfast runs tag 3f2a baseline --note "the first with the new tokenizer"
     """
     from holdfast.pipelines.view.catalog import find_run
-    from holdfast.telemetry.run_labels import change_labels
+    from holdfast.telemetry.run_metadata import change_labels
 
     opened_store = open_chosen(store)
     record = find_run(opened_store, run)

@@ -49,7 +49,7 @@ def validate(
         print_json(schema_of_specs())
         return
     from holdfast.pipelines.paths import load_filled
-    from holdfast.spec.packages import require_trackers
+    from holdfast.spec.tree import require_trackers
 
     if salt and not ids:
         raise typer.BadParameter("is used only with --ids", param_hint="--salt")

@@ -14,7 +14,7 @@ from holdfast.pipelines.doctor.findings import Finding
 from holdfast.spec import Spec
 from holdfast.spec.cluster import amount
 from holdfast.spec.errors import ExitCode, HoldfastError
-from holdfast.spec.rules.precision import FP8_CAPABILITY
+from holdfast.spec.rules.training import FP8_CAPABILITY
 from holdfast.steps.runner import IMAGE
 
 # Check that the API server admits the pods of a run, by a dry run for a rank and for a step.

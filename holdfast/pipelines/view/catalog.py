@@ -23,7 +23,7 @@ from holdfast.spec.errors import DataError, HoldfastError, MissingError
 from holdfast.store import ObjectInfo, Store, layout
 from holdfast.store.json_reading import read_json
 from holdfast.store.parallel import in_parallel
-from holdfast.telemetry.run_labels import Labels
+from holdfast.telemetry.run_metadata import Labels
 
 RUNS, NAMES = "runs/", "names/"
 PAGE = 1000  # objects per listing request

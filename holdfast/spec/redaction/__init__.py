@@ -5,11 +5,8 @@
 - A secret without a known name or form is not recognized, unless a variable with such a name holds it.
 """
 
-from holdfast.spec.redaction.names import names_secret
-from holdfast.spec.redaction.patterns import HIDDEN
-from holdfast.spec.redaction.stream import StreamRedactor
-from holdfast.spec.redaction.text import carries_secret, redact, redact_record
-from holdfast.spec.redaction.variables import secret_values
+from holdfast.spec.redaction.patterns import HIDDEN, names_secret
+from holdfast.spec.redaction.text import StreamRedactor, carries_secret, redact, redact_record, secret_values
 
 __all__ = [
     "HIDDEN",

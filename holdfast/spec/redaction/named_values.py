@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 
 from holdfast.spec.redaction import patterns
-from holdfast.spec.redaction.names import HEADERS, IN_QUERY, name_strength
-from holdfast.spec.redaction.patterns import HIDDEN, MOST, looks_random
+from holdfast.spec.redaction.patterns import HEADERS, HIDDEN, IN_QUERY, MOST, looks_random, name_strength
 
 
 @dataclass(frozen=True)

@@ -1,19 +1,58 @@
-"""Removal of secrets from whole texts and JSON values."""
+"""Removal of secrets from texts, whole or in pieces, from JSON values, and of the values of secret variables."""
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
+from urllib.parse import quote
 
 from holdfast.spec.redaction import patterns
 from holdfast.spec.redaction.named_values import redact_named_values
-from holdfast.spec.redaction.names import PARTS, name_strength, names_secret
-from holdfast.spec.redaction.patterns import HIDDEN, MOST, looks_random
-from holdfast.spec.redaction.variables import secret_values
+from holdfast.spec.redaction.patterns import HIDDEN, MOST, PARTS, looks_random, name_strength, names_secret
 
 MAX_WORD = 64  # maximum characters of a text whose redacted form is cached
+MIN_VALUE = 6  # minimum length of a variable's value that is removed wherever it occurs
+
+
+def secret_values(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
+    """The values of variables with the name of a secret, and the passwords in variables with a URL, longest first."""
+    if environment is None:
+        return _values_of_process()
+    values: set[str] = set()
+    for name, value in environment.items():
+        if names_secret(name):
+            values.update(_worth_hiding(value))
+        elif "://" in value and (user := patterns.USER.search(value)):
+            values.update(_worth_hiding(user[0].rstrip("@").partition(":")[2]))
+    return tuple(sorted(values, key=lambda value: (-len(value), value)))
+
+
+_known: tuple[object, tuple[str, ...]] = (None, ())
+
+
+def _values_of_process() -> tuple[str, ...]:
+    """`secret_values` of this process, computed again only when a variable changes. Each text of each event needs them,
+    and `os.environ` decodes all of its names and values at every read."""
+    global _known  # noqa: PLW0603 - one tuple, replaced as a whole, so threads need no lock
+    raw = vars(os.environ).get("_data")  # the undecoded variables: a dictionary that is compared in a microsecond
+    now = dict(os.environ if raw is None else raw)
+    before, values = _known
+    if before != now:
+        values = secret_values(dict(os.environ))
+        _known = now, values
+    return values
+
+
+def _worth_hiding(value: str) -> Iterator[str]:
+    value = value.strip()
+    if len(value) >= MIN_VALUE and not patterns.PLACEHOLDERS.fullmatch(value.lower()) and not value.startswith("/"):
+        yield value
+        for other in (quote(value, safe=""), value.replace("\\", "\\\\").replace('"', '\\"')):
+            if other != value:
+                yield other
 
 
 def redact(text: str, values: tuple[str, ...] | None = None) -> str:
@@ -130,3 +169,53 @@ def carries_secret(url: str) -> bool:
     return (
         bool(patterns.SIGNATURE.fullmatch(query) or patterns.SIGNATURE.fullmatch(fragment)) or redact_text(url) != url
     )
+
+
+class StreamRedactor:
+    """Redacts a text that arrives in pieces. It redacts whole lines, and a private key across its lines."""
+
+    def __init__(self) -> None:
+        self._values = secret_values()
+        self._kept = ""  # the beginning of a line without its end
+        self._key = 0  # maximum number of lines of a private key that may follow
+
+    def add(self, text: str) -> str:
+        """Add text. Returns the complete part, redacted."""
+        text = self._kept + text
+        end = max(text.rfind("\n"), text.rfind("\r", 0, -1)) + 1
+        if not end and len(text) > 8 * MOST:
+            end = text.rfind(" ") + 1 or len(text)
+        complete, self._kept = text[:end], text[end:]
+        return self._lines(complete)
+
+    def rest(self) -> str:
+        """The rest: a line without its end."""
+        text, self._kept = self._kept, ""
+        return self._lines(text)
+
+    def line(self, text: str) -> str:
+        """A whole line, with or without its line end."""
+        return self._lines(text)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the last line has no end yet."""
+        return bool(self._kept)
+
+    def _lines(self, text: str) -> str:
+        if not text:
+            return ""
+        if self._key:
+            end = patterns.PEM_END.search(text)
+            if end is None:
+                lines = text.splitlines(keepends=True)
+                hidden = [patterns.PEM_BODY.fullmatch(line) is not None for line in lines[: self._key]]
+                count = hidden.index(False) if False in hidden else len(hidden)
+                self._key = self._key - count if count == len(lines) else 0
+                text = "".join(lines[count:])
+            else:
+                self._key, text = 0, text[end.end() :]
+        begins = list(patterns.PEM.finditer(text))
+        if begins and not patterns.PEM_END.search(text, begins[-1].end()):
+            self._key = 400
+        return redact(text, self._values)

@@ -55,6 +55,7 @@ from holdfast.spec.rules.model import (
 from holdfast.spec.rules.objective import check_adapters, check_own_objective, check_preferences
 from holdfast.spec.rules.operations import (
     check_evaluation,
+    check_no_secrets_in_urls,
     check_own_metrics,
     check_pause,
     check_schedule,
@@ -76,18 +77,18 @@ from holdfast.spec.rules.parallel import (
     check_stage_layers,
     check_tensor_parallel,
 )
-from holdfast.spec.rules.precision import check_fp8, check_precision
 from holdfast.spec.rules.script import check_data, check_script, check_script_evaluation
-from holdfast.spec.rules.secrets import check_no_secrets_in_urls
 from holdfast.spec.rules.training import (
     check_anomalies,
     check_compression,
     check_elastic_determinism,
     check_ema,
+    check_fp8,
     check_learning_rate_scaling,
     check_local_tiers,
     check_optimizer,
     check_parameter_groups,
+    check_precision,
     check_warmup,
 )
 from holdfast.spec.section import RefusedFieldError

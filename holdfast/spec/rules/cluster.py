@@ -9,7 +9,7 @@ from math import lcm
 
 from holdfast.spec.cluster import SECRETS, Cluster, StepPod, Steps, amount
 from holdfast.spec.errors import Problem
-from holdfast.spec.rules.secrets import carries_secret, names_secret
+from holdfast.spec.redaction import carries_secret, names_secret
 from holdfast.spec.training import KEEPING
 from holdfast.spec.tree import Spec
 

@@ -16,7 +16,7 @@ from holdfast.pipelines.view.run_comparison import draw_runs
 from holdfast.pipelines.view.run_filter import LONGEST, select_runs
 from holdfast.spec.errors import UsageError
 from holdfast.store import Store, layout, open_store
-from holdfast.telemetry.run_labels import MAX_TAGS, change_labels
+from holdfast.telemetry.run_metadata import MAX_TAGS, change_labels
 from tests.telemetry.histories import write_committed
 from tests.tracking import made
 

@@ -91,7 +91,7 @@ def run_to_end(made: LocalRun, again: str, console: Console | None = None) -> Ex
         print_summary(console, made.store, record, _newest_log(made.run_id))
         return code_of(record)
     require_machines(made)
-    from holdfast.spec.packages import require_trackers
+    from holdfast.spec.tree import require_trackers
     from holdfast.tracking import require_usable
 
     require_trackers(made.spec)
