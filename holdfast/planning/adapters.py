@@ -6,6 +6,7 @@ from holdfast.planning.layout import Layout
 from holdfast.planning.shape import Architecture
 from holdfast.spec.training import Lora
 
+_ATTENTION = {"q_proj", "k_proj", "v_proj"}  # that read the input of attention
 _FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -39,3 +40,43 @@ def adapter_activations(shape: Architecture, lora: Lora) -> float:
         matrices += feed_forward * (shape.shared > 0)
         matrices += shape.active * sum(name in lora.targets for name in ("gate_proj", "down_proj"))
     return (lora.rank or 0) * matrices
+
+
+def adapted_activations(shape: Architecture, lora: Lora, *, autocast: bool) -> float:
+    """Elements of a token that a layer with adapters keeps besides its norms and the heads of attention. The input of
+    a matrix is kept only if it has an adapter: the gradient of its result needs the frozen matrix alone. With
+    `autocast`, each matrix has a separate copy of its input."""
+    targets = set(lora.targets)
+    readers = [len(targets & _ATTENTION), len(targets & {"gate_proj", "up_proj"})]
+    inputs, into = (shape.hidden * (count if autocast else min(count, 1)) for count in readers)
+    inner = shape.ffn * (4 if "down_proj" in targets else 3)  # gate, its activation, up, and their product
+    if shape.experts == 1:
+        inputs += into + inner
+    else:
+        # An expert also keeps its result, for the gradient of its weight. Gate and up are one matrix.
+        inputs += shape.active * (shape.hidden * (readers[1] > 0) + inner + shape.hidden)
+        inputs += (into + shape.shared * inner) * (shape.shared > 0) + shape.hidden * shape.gated_shared
+    return inputs + adapter_activations(shape, lora)
+
+
+def freed_of_experts(shape: Architecture, lora: Lora) -> float:
+    """Elements of a token that are freed before the backward pass of the experts' first matrices, more than the
+    gradient of their result has: what lies between both matrices, and the results of the second ones."""
+    return shape.active * (shape.ffn * (2 if "down_proj" in lora.targets else 1) + shape.hidden)
+
+
+def before_adapters(shape: Architecture, lora: Lora, size: float, stream: float) -> float:
+    """Bytes of a token that the first layer does not keep, because nothing is trained before its first adapter. They
+    are `size` bytes an element, and those of the residual stream `stream`."""
+    targets = set(lora.targets)
+    norm = shape.hidden * stream + 4.0
+    if targets & _ATTENTION:
+        return norm
+    attention = (shape.query_width + 2 * shape.key_width) * size + 4.0 * shape.heads
+    if "o_proj" in targets:
+        return norm + attention
+    attention += shape.query_width * size
+    results = shape.hidden * (shape.active * (shape.experts > 1) + shape.gated_shared) * size
+    if targets & {"gate_proj", "up_proj"}:
+        return 2 * norm + attention + results
+    return 2 * norm + attention + results + 3 * shape.ffn * shape.met * size

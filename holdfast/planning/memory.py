@@ -14,7 +14,13 @@ from dataclasses import dataclass, field, replace
 from math import ceil
 from typing import Literal, NamedTuple, Self
 
-from holdfast.planning.adapters import adapter_activations, adapter_elements
+from holdfast.planning.adapters import (
+    adapted_activations,
+    adapter_activations,
+    adapter_elements,
+    before_adapters,
+    freed_of_experts,
+)
 from holdfast.planning.answers import AnswerLot, answering
 from holdfast.planning.hardware import Accelerator
 from holdfast.planning.layout import HOLDFAST, MEGATRON, Layout, State
@@ -234,7 +240,10 @@ def layer_activations(
         heads += 2 * shape.key_width * size * (layout.context - 1)  # keys and values of the whole sequence
         feed_forward = wide * shape.ffn * size * shape.met
         per_token = norms + inputs + heads + statistics + scores + masks + feed_forward + routed
-    if kind != "full" and practice.lora.rank is not None:
+        if frozen:
+            kept = adapted_activations(shape, practice.lora, autocast=practice.autocast)
+            per_token = norms + heads + statistics + scores + kept * size
+    if kind == "selective" and practice.lora.rank is not None:
         per_token += adapter_activations(shape, practice.lora) * size
     return per_token * _tokens(shape, layout)
 
@@ -282,7 +291,8 @@ def _head(shape: Architecture, layout: Layout, precision: str, practice: Practic
     whole = tokens * layout.tensor  # every rank has all tokens, and a part of the vocabulary
     head, chunk = shape.embedding / layout.tensor, min(practice.loss_chunk, shape.context / layout.context)
     logits = chunk * shape.vocabulary / layout.tensor
-    norm = shape.hidden * (stream * (1 if practice.fused_norm else 2) + size * (2 if practice.autocast else 1))
+    copies = 1 if practice.fused_norm or practice.lora.rank is not None else 2
+    norm = shape.hidden * (stream * copies + size * (2 if practice.autocast else 1))
     kept = tokens * norm + 12.0 * whole  # with the sums of exponentials and the log-probabilities in fp32
     if practice.teacher is not None:
         kept += _taught(practice.teacher.top) * whole
@@ -384,10 +394,10 @@ def _working(shape: Architecture, layout: Layout, precision: str, practice: Prac
     """Bytes of the backward pass of a layer on one rank, besides what its forward pass keeps."""
     size, tokens = BYTES[precision], _tokens(shape, layout)
     stream = 4.0 if practice.autocast else size
-    within = max(tokens * 2 * shape.ffn * shape.met * size, attention_backward(shape, layout, precision, practice))
-    within += tokens * 2 * shape.hidden * stream + expanded
-    if shape.experts > 1:  # gate and up of all experts, when what lies between them and the second matrices is freed
-        within = max(within, 2 * expanded - tokens * 4 * shape.ffn * shape.met * size)
+    within = tokens * 2 * shape.ffn * shape.met * size + expanded
+    within = max(within, attention_backward(shape, layout, precision, practice)) + tokens * 2 * shape.hidden * stream
+    if expanded and shape.experts > 1:  # gate and up of all experts, when what they do not need is freed
+        within = max(within, 2 * expanded - tokens * freed_of_experts(shape, practice.lora) * size)
     if layout.checkpointing == "none":
         return within
     everything = layer_activations(shape, layout, precision, practice, "none")
@@ -440,6 +450,9 @@ def _stage(
 
     before = gradients if micro_batches > 1 or full else 0.0
     activations = flight * layers * kept + ids
+    if practice.lora.rank is not None and stage == 0 and layout.checkpointing == "none":
+        stream = 4.0 if practice.autocast else size
+        activations -= flight * before_adapters(shape, practice.lora, size, stream) * _tokens(shape, layout)
     moments = {
         "loss": {
             "gradients": before,

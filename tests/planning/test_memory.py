@@ -32,7 +32,7 @@ from holdfast.planning.memory import PAPER, Memory, layer_activations
 from holdfast.spec import Spec, parse_spec
 from holdfast.spec.model import Model
 from holdfast.spec.rules.objective import objective_name
-from holdfast.spec.training import KEEPING
+from holdfast.spec.training import KEEPING, Lora
 from tests.model.tiny_model import decoder, export, shape
 from tests.planning.answering import answering_spec, peak_of_answers
 
@@ -120,25 +120,40 @@ def test_the_memory_of_a_real_step_of_adapters_is_within_five_percent(
     assert estimate == pytest.approx(measured(spec, vocabulary), rel=BAR)
 
 
+MIXTRAL, SHARED = "mixtral, experts: 4", "qwen2_moe, experts: 8, routing: {shared: 1}"
+ALL = ", ".join(Lora().targets)
+
+
 @pytest.mark.parametrize(
-    ("base", "precision", "family"),
+    ("base", "precision", "family", "targets"),
     [
-        ("fp32", "fp32", "mixtral, experts: 4"),
-        ("bf16", "bf16", "mixtral, experts: 4"),
-        ("bf16", "fp32", "qwen2_moe, experts: 8, routing: {shared: 1}"),
-        ("nf4", "fp32", "mixtral, experts: 4"),
+        ("fp32", "fp32", MIXTRAL, ALL),
+        ("bf16", "bf16", MIXTRAL, ALL),
+        ("bf16", "fp32", SHARED, ALL),
+        ("nf4", "fp32", MIXTRAL, ALL),
+        ("bf16", "bf16", MIXTRAL, "q_proj"),
+        ("nf4", "fp32", MIXTRAL, "q_proj"),
+        ("bf16", "bf16", SHARED, "q_proj, v_proj"),
+        ("nf4", "fp32", MIXTRAL, "o_proj"),
+        ("bf16", "bf16", SHARED, "gate_proj, up_proj"),
+        ("fp32", "fp32", MIXTRAL, "down_proj"),
+        ("bf16", "bf16", "llama", ALL),
+        ("bf16", "bf16", "llama", "o_proj"),
+        ("nf4", "fp32", "llama", "q_proj, v_proj"),
+        ("bf16", "bf16", "llama", "down_proj"),
     ],
 )
-def test_the_memory_of_a_real_step_of_adapted_experts_is_within_five_percent(
-    base: str, precision: str, family: str
+def test_the_memory_of_a_real_step_of_adapted_matrices_is_within_five_percent(
+    base: str, precision: str, family: str, targets: str
 ) -> None:
+    lora = f"{{rank: 8, base: {base}, targets: [{targets}]}}"
     spec = parse_spec(
         f"""
         name: a
         store: s3://bucket/prefix
         data: {{sources: [{{uri: x}}]}}
-        model: {{layers: 4, hidden: 192, heads: 6, kv_heads: 2, context: 64, ffn: 256, init_from: x, family: {family}}}
-        training: {{steps: 3, global_batch: 8, micro_batch: 1, precision: {precision}, lora: {{rank: 8, base: {base}}}}}
+        model: {{layers: 4, hidden: 192, heads: 6, kv_heads: 2, context: 128, ffn: 256, init_from: x, family: {family}}}
+        training: {{steps: 3, global_batch: 8, micro_batch: 1, precision: {precision}, lora: {lora}}}
         """
     )
     memory = planned(spec, 512)
