@@ -68,7 +68,8 @@ def planned_bytes(spec: Any, vocabulary: int, device: torch.device) -> dict[str,
     from holdfast.planning import ACCELERATORS
     from holdfast.planning.hardware import by_device
     from holdfast.planning.layout import Layout
-    from holdfast.planning.memory import Updates, memory, practice_here
+    from holdfast.planning.memory import memory
+    from holdfast.planning.practice import Updates, practice_here
     from holdfast.planning.shape import Architecture
 
     kind = "nvidia" if device.type == "cuda" else "cpu"

@@ -7,7 +7,8 @@ search over layouts. It needs neither torch nor an accelerator. docs/planner.md 
 
 from holdfast.planning.hardware import ACCELERATORS, Accelerator, accelerator
 from holdfast.planning.layout import Layout
-from holdfast.planning.memory import Memory, Updates, memory, practice_here
+from holdfast.planning.memory import Memory, memory
+from holdfast.planning.practice import Updates, practice_here
 from holdfast.planning.run_estimate import RunEstimate, estimate_run
 from holdfast.planning.search import Candidate, Found, Task, reasons, search
 from holdfast.planning.shape import Architecture

@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.planning.calibration import default_path, read
 from holdfast.planning.hardware import ACCELERATORS, Accelerator, accelerator, by_label
 from holdfast.planning.layout import Layout, Sharding
-from holdfast.planning.memory import Updates
+from holdfast.planning.practice import Updates
 from holdfast.planning.search import MICRO_BATCHES, Candidate, Task, search
 from holdfast.planning.shape import Architecture
 from holdfast.spec import rules

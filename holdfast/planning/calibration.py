@@ -24,7 +24,7 @@ from holdfast.planning.collectives import (
 )
 from holdfast.planning.hardware import Accelerator, Collective, Line, by_device
 from holdfast.planning.layout import Layout
-from holdfast.planning.memory import practice_here
+from holdfast.planning.practice import practice_here
 from holdfast.planning.shape import Architecture
 from holdfast.planning.speed import Speed, speed
 from holdfast.runtime.environment import home

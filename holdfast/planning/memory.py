@@ -10,9 +10,9 @@ The unit is bytes; `tests/planning` compares the totals with torch's counts on t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import ceil
-from typing import Literal, NamedTuple, Self
+from typing import NamedTuple
 
 from holdfast.planning.adapters import (
     adapted_activations,
@@ -23,121 +23,21 @@ from holdfast.planning.adapters import (
 )
 from holdfast.planning.answers import AnswerLot, answering
 from holdfast.planning.hardware import Accelerator
-from holdfast.planning.layout import HOLDFAST, MEGATRON, Layout, State
+from holdfast.planning.layout import Layout
+from holdfast.planning.practice import Practice
 from holdfast.planning.schedule import in_flight
 from holdfast.planning.shape import Architecture
 from holdfast.spec.model import LONG_DOCUMENT, WHOLE_ROW
-from holdfast.spec.training import KEEPING, LOSS_CHUNK, Lora, ObjectiveName, Training
 
 FRAGMENTATION = 0.05  # of temporary memory: blocks of torch's caching allocator that fit no request
 SWAP_BUFFER, SWAP_GROUP = 16.0, 1e8  # bytes per element and elements in memory of a state on a disk (DeepSpeed)
 LAYER_MATRICES = 3  # lower bound: no matrix of a layer exceeds this fraction of it
 TILE = 256  # queries of a block of attention (`model.attention.tiles`)
 PROCESSORS = 132  # of a large CUDA device
+# Torch gives cuBLAS 32 MiB in each thread on Hopper, and with the :4096:8 that Holdfast sets: in forward and backward.
+WORKSPACES = 2 * 32 * 2.0**20
 IDS = 17.0  # bytes of a token's id, target and document
 BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}  # of an activation; fp8 is for products alone
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """The frozen model of a distillation."""
-
-    shape: Architecture
-    top: int  # likeliest tokens of each position
-
-
-@dataclass(frozen=True)
-class Practice:
-    """How an engine computes, as far as it affects memory."""
-
-    state: State = HOLDFAST
-    flash: bool = True  # attention that recomputes its scores instead of storing them
-    fused_norm: bool = True  # a norm that keeps no normalized copy
-    autocast: bool = False  # only products are in 16 bits: the residual stream is fp32, inputs are cast
-    # What selective checkpointing recomputes: all but products (here), or attention's scores (Korthikanti).
-    selective: Literal["products", "attention"] = "products"
-    kernel: Literal["cpu", "efficient", "flash", "plain"] = "flash"  # of attention: what its backward needs
-    whole_update: bool = False  # all updates exist before the first is applied
-    held_back: bool = False  # and the values that they change are copied first, to undo the update
-    left_out: bool = False  # whole replicas keep the compression error of gradients (topk, powersgd)
-    lora: Lora = field(default_factory=Lora)  # adapters to frozen weights
-    loss_chunk: int = LOSS_CHUNK  # tokens whose logits exist at a time
-    reference: bool = False  # a frozen copy of the first weights (dpo and kto)
-    teacher: Teacher | None = None  # of a distillation
-    answers: AnswerLot | None = None  # that a rank generates
-    whole_model: bool = False  # a copy of it generates them
-
-
-PAPER = Practice(state=MEGATRON, flash=False, selective="attention")  # Megatron-LM of 2021 and 2022
-MEGATRON_FLASH = Practice(state=MEGATRON)
-
-
-@dataclass(frozen=True)
-class Updates:
-    """What a training sets, as far as it affects memory: mostly how it updates its weights."""
-
-    lamb: bool = False
-    elastic: bool = False  # elastic determinism
-    judged: bool = False  # an update may be held back (training.anomalies)
-    left_out: bool = False  # see Practice
-    lora: Lora = field(default_factory=Lora)
-    loss_chunk: int = LOSS_CHUNK
-    reference: bool = False  # see Practice
-    average: bool = False  # of the weights (training.ema)
-    teacher: Teacher | None = None
-    answers: AnswerLot | None = None
-
-    @classmethod
-    def of(
-        cls, training: Training, objective: ObjectiveName = "next_token", teacher: Architecture | None = None
-    ) -> Self:
-        """The values of a spec with this objective, and its teacher if it is known."""
-        judged = training.anomalies.action != "stop" or training.anomalies.deviations is not None
-        return cls(
-            lamb=training.optimizer.kind == "lamb" or (judged and training.optimizer.kind == "muon"),
-            elastic=training.determinism == "elastic",
-            judged=judged,
-            left_out=training.gradient_compression in KEEPING,
-            lora=training.lora,
-            loss_chunk=training.loss_chunk,
-            average=training.ema.decay is not None,
-            reference=training.lora.rank is None
-            and (objective in ("dpo", "kto") or (objective == "grpo" and training.grpo.kl_weight > 0)),
-            teacher=None if teacher is None else Teacher(teacher, training.distillation.top_k),
-            answers=AnswerLot.of(training) if objective == "grpo" else None,
-        )
-
-
-def practice_here(precision: str, layout: Layout, kind: str, updates: Updates | None = None) -> Practice:
-    """The practice of the engines here. Only whole replicas use autocast, and torch has no fused norm for CPUs."""
-    updates = updates or Updates()
-    autocast = precision in ("bf16", "fp16", "fp8") and layout.sharding != "full" and layout.tensor == 1
-    errors = updates.left_out and layout.sharding == "none" and layout.data > 1  # otherwise nothing is compressed
-    # Torch has no kernel that does these in one pass.
-    whole_update = updates.lamb or (updates.elastic and layout.sharding == "full")
-    divided = layout.ranks > layout.data or layout.expert > 1 or (layout.sharding == "full" and layout.ranks > 1)
-    return Practice(
-        state=replace(HOLDFAST, optimizer=HOLDFAST.optimizer + 4 * updates.average),
-        fused_norm=kind != "cpu",
-        autocast=autocast,
-        kernel=_kernel_here(kind, precision),
-        whole_update=whole_update,
-        held_back=whole_update and (updates.judged or precision == "fp16"),
-        left_out=errors,
-        lora=updates.lora,
-        loss_chunk=updates.loss_chunk,
-        reference=updates.reference,
-        teacher=updates.teacher,
-        answers=updates.answers,
-        whole_model=divided or (updates.elastic and layout.sharding == "full"),
-    )
-
-
-def _kernel_here(kind: str, precision: str) -> Literal["cpu", "efficient", "flash", "plain"]:
-    """The kernel that computes attention (see `model.attention`)."""
-    if kind in ("nvidia", "amd"):
-        return "efficient" if precision == "fp32" else "flash"
-    return "cpu" if kind == "cpu" else "plain"
 
 
 def offloaded(layout: Layout, accelerator: Accelerator) -> set[str]:
@@ -495,5 +395,6 @@ def _stage(
         terms["swap buffers"] = SWAP_BUFFER * passing
         if "weights" in offloaded_parts:  # weights of one written group, one read group, and its copy
             terms["swap buffers"] += size * (passing + 2 * max(layer, ends) / shards)
+    terms["workspaces of products"] = WORKSPACES if accelerator.kind == "nvidia" else 0.0
     terms["driver and collectives"] = accelerator.context
     return Memory({name: value for name, value in terms.items() if value}, moment, stage)

@@ -12,7 +12,8 @@ from functools import cached_property
 
 from holdfast.planning.hardware import Accelerator
 from holdfast.planning.layout import Checkpointing, Layout, Offload, Sharding
-from holdfast.planning.memory import Memory, Practice, Updates, memory, practice_here
+from holdfast.planning.memory import Memory, memory
+from holdfast.planning.practice import Practice, Updates, practice_here
 from holdfast.planning.shape import Architecture
 from holdfast.planning.speed import Speed, speed
 from holdfast.spec.errors import Problem, SpecError

@@ -21,7 +21,8 @@ from holdfast.planning.collectives import (
 )
 from holdfast.planning.hardware import Accelerator
 from holdfast.planning.layout import Layout
-from holdfast.planning.memory import BYTES, Practice, offloaded, stage_parameters
+from holdfast.planning.memory import BYTES, offloaded, stage_parameters
+from holdfast.planning.practice import Practice
 from holdfast.planning.schedule import bubble
 from holdfast.planning.shape import Architecture
 

@@ -28,7 +28,8 @@ from holdfast.planning import (
     practice_here,
 )
 from holdfast.planning.auto import fields_of, layout_of, task_of, with_fields
-from holdfast.planning.memory import PAPER, Memory, layer_activations
+from holdfast.planning.memory import Memory, layer_activations
+from holdfast.planning.practice import PAPER
 from holdfast.spec import Spec, parse_spec
 from holdfast.spec.model import Model
 from holdfast.spec.rules.objective import objective_name

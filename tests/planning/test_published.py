@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.planning import Candidate, Task, accelerator, memory, speed
-from holdfast.planning.memory import MEGATRON_FLASH, PAPER
+from holdfast.planning.practice import MEGATRON_FLASH, PAPER
 from holdfast.planning.search import layouts, search
 from holdfast.planning.shape import Architecture
 from tests.planning.published import KORTHIKANTI, LLAMA, MEGATRON, Korthikanti, Llama, Megatron
