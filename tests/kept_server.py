@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
-from holdfast.launch.local import launcher as local
+from holdfast.launch import local
 from holdfast.launch.processes import PRELOAD_VARIABLE, WarmServer
 
 

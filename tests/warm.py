@@ -21,9 +21,9 @@ from typing import Any
 
 from sqlalchemy.orm import configure_mappers
 
+from holdfast.launch import local as launcher
 from holdfast.launch import processes
 from holdfast.launch.accelerators import ACCELERATORS
-from holdfast.launch.local import launcher
 from holdfast.launch.node import agent
 from holdfast.launch.processes import WarmServer
 from holdfast.tracking.connection import quiet_mlflow

@@ -23,7 +23,7 @@ from holdfast.engines.assignment import Assignment
 from holdfast.launch.emitters import script_arguments, script_environment
 from holdfast.launch.interface import Job
 from holdfast.launch.launches import read_launch
-from holdfast.launch.local.launcher import LocalLauncher
+from holdfast.launch.local import LocalLauncher
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec import Spec
 from holdfast.spec.errors import DataError, MissingError, PlanChangedError, Problem, SpecError

@@ -5,7 +5,7 @@
 
 from holdfast.launch.choose import choose_launcher
 from holdfast.launch.interface import GangExit, Job, Launcher
-from holdfast.launch.local.launcher import LocalLauncher
+from holdfast.launch.local import LocalLauncher
 from holdfast.launch.supervisor import Supervisor
 
 __all__ = ["GangExit", "Job", "Launcher", "LocalLauncher", "Supervisor", "choose_launcher"]

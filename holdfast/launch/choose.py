@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from holdfast.launch.interface import Launcher
-from holdfast.launch.local.launcher import LocalLauncher
+from holdfast.launch.local import LocalLauncher
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import Problem, SpecError, require_package
 from holdfast.spec.tree import Spec
@@ -34,7 +34,7 @@ def choose_launcher(spec: Spec, logs: Path) -> Launcher:
 
         return KubernetesLauncher(spec.cluster)
     if name == "slurm":
-        from holdfast.launch.slurm.launcher import SlurmLauncher
+        from holdfast.launch.slurm import SlurmLauncher
 
         require_no_spares(spec.cluster, "Slurm")
         require_engine(spec)

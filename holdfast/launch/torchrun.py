@@ -34,8 +34,7 @@ from holdfast.launch.exits import (
 from holdfast.launch.interface import LEAVE_MARGIN, NODE_RANK_VARIABLE
 from holdfast.launch.node import agent
 from holdfast.launch.node.agent import AgentKeeper
-from holdfast.launch.node.events import NodeEvents
-from holdfast.launch.node.output import CLOSE_SECONDS, TAKE_SECONDS, Place, RankOutput
+from holdfast.launch.node.output import CLOSE_SECONDS, TAKE_SECONDS, NodeEvents, Place, RankOutput
 from holdfast.launch.node.spot_notice import SpotNoticeWatch
 from holdfast.launch.node.watchdog import Watchdog
 from holdfast.launch.processes import WarmServer, die_with_parent, lead_children

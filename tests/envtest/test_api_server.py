@@ -18,7 +18,7 @@ from holdfast.launch import GangExit
 from holdfast.launch.emitters import objects_for
 from holdfast.launch.kubernetes import KubernetesLauncher
 from holdfast.launch.kubernetes.client import NODES
-from holdfast.launch.kubernetes.node_labels import label_unhealthy
+from holdfast.launch.kubernetes.launcher import label_unhealthy
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import AccessDeniedError, HoldfastError
 from tests.envtest.control_plane import MANIFESTS, NAMESPACE, ControlPlane, assets, needs_assets, start_control_plane

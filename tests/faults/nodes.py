@@ -108,7 +108,7 @@ class Nodes(Held):
         join.
         """
         folder.mkdir(parents=True)
-        self._last_call = 30 if fewest else 15  # seconds; on a busy machine, ranks that stop together end 10 s apart
+        self._last_call = 30 if fewest else 5  # seconds
         self._sizes = f"{fewest or spec.cluster.nodes.min}:{spec.cluster.nodes.max}"
         self._spares = f",spares={spec.cluster.spares}" if spec.cluster.spares else ""
         self.run_id, self.launch = identity_of(spec), launch(store, spec)

@@ -72,7 +72,7 @@ def test_rich_consoles_are_made_in_one_place() -> None:
 def test_launch_logs_hold_no_secret(tmp_path: Path) -> None:
     import io
 
-    from holdfast.launch.local.launcher import _keep
+    from holdfast.launch.local import _keep
 
     tail: deque[str] = deque(maxlen=9)
     _keep(io.StringIO(f"rank 0: {SECRET}\nloss 3.2\n"), tmp_path / "log", tail)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.launch import reporting
-from holdfast.launch.local.launcher import _keep
+from holdfast.launch.local import _keep
 from holdfast.launch.reporting import LaunchLog
 
 

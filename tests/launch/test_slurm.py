@@ -9,8 +9,7 @@ import pytest
 
 from holdfast.launch.exits import NodeExit, RankExit
 from holdfast.launch.interface import GangExit, Job
-from holdfast.launch.slurm.environment import own_job, without_job, without_step
-from holdfast.launch.slurm.launcher import _environment, _gang_exit
+from holdfast.launch.slurm import _environment, _gang_exit, own_job, without_job, without_step
 from holdfast.spec import ExitCode
 from holdfast.spec.cluster import Cluster
 

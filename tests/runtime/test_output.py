@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launch.local.launcher import _keep
+from holdfast.launch.local import _keep
 from holdfast.pipelines.backends.local.backend import _lines
 from holdfast.pipelines.backends.local.run import tail_of
 from holdfast.pipelines.backends.slurm.backend import _new_lines

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.launch.ssh.frames import EVENT, LONGEST_FRAME, LONGEST_NOISE, OUTPUT, FrameWriter, frames_of
 from holdfast.launch.ssh.hosts import Host, hosts_file, read_hosts, require_enough
 from holdfast.launch.ssh.launcher import _is_passed
+from holdfast.launch.ssh.node import EVENT, LONGEST_FRAME, LONGEST_NOISE, OUTPUT, FrameWriter, frames_of
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import SpecError
 

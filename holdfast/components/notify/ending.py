@@ -142,6 +142,6 @@ def end_jobs_left(spec: str, overrides: Sequence[str], run_id: str) -> tuple[lis
     outside a step's pod, or without a run."""
     if not run_id or not in_step_pod():
         return [], []
-    from holdfast.launch.kubernetes.run_cleanup import end_jobs_of_run
+    from holdfast.launch.kubernetes.orphaned_jobs import end_jobs_of_run
 
     return end_jobs_of_run(spec, overrides, run_id)

@@ -14,11 +14,11 @@ from typing import Self
 from holdfast.launch.emitters import LAUNCH_LABEL, RUN_LABEL
 from holdfast.launch.exits import root_cause
 from holdfast.launch.interface import GangExit
-from holdfast.launch.kubernetes import classify, pod_events
+from holdfast.launch.kubernetes import classify
+from holdfast.launch.kubernetes.classify import PodEvents
 from holdfast.launch.kubernetes.client import PODS, Api, Object
 from holdfast.launch.kubernetes.kinds import Kind, Status, is_held
 from holdfast.launch.kubernetes.output import LogFollower, last_lines
-from holdfast.launch.kubernetes.pod_events import PodEvents
 from holdfast.launch.kubernetes.watch import Mirror
 from holdfast.launch.reporting import WaitReport
 from holdfast.spec.errors import ExitCode
@@ -328,14 +328,14 @@ class Follower:
             if obstacles:  # it was seen a little after the wait began, and says more
                 symptom = next(iter(obstacles.values())).symptom
                 return _Verdict(symptom.code, str(symptom), symptom)
-            code, _ = pod_events.classify_message(event_text)
+            code, _ = classify.classify_message(event_text)
             return _Verdict(code, f"{detail} (cluster.pending_timeout_minutes: {pending_seconds / 60:g})")
         return None
 
     def _missing(self) -> str:
         """How many pods have not started, and why."""
         started, event_text = sum(map(self._runs, self._pods.objects.values())), self._complaints.words
-        reason = f"{event_text}; {pod_events.classify_message(event_text)[1]}" if event_text else ""
+        reason = f"{event_text}; {classify.classify_message(event_text)[1]}" if event_text else ""
         detail = f"{started} of {self._nodes} pods of job {self._name} have started: "
         return detail + (reason or "no event says why; does the controller of its kind run?")
 

@@ -1,7 +1,8 @@
 """Kubernetes launcher: one job object for each launch, created or adopted, and followed to its end.
 
 A run has exactly one job, even if several launchers start it. An ending names the rank, the node and the reason. No pod
-of a launch remains when the next launch starts. `Supervisor` owns the restart budget.
+of a launch remains when the next launch starts. `Supervisor` owns the restart budget. Nodes that failed a health check
+are labeled, for schedulers and later jobs.
 """
 
 from __future__ import annotations
@@ -12,16 +13,17 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 
 from holdfast.launch.emitters import LAUNCH_LABEL, RUN_LABEL, has_key, key_secret, objects_for
+from holdfast.launch.emitters.pod import FAILED, HEALTH_LABEL
 from holdfast.launch.interface import GangExit, Job, changes_members
 from holdfast.launch.kubernetes.api_errors import ConflictError
-from holdfast.launch.kubernetes.client import SECRETS, Api, Object, Resource
+from holdfast.launch.kubernetes.client import NODES, SECRETS, Api, Object, Resource
 from holdfast.launch.kubernetes.configuration import own_namespace
 from holdfast.launch.kubernetes.follow import Follower
 from holdfast.launch.kubernetes.kinds import KINDS, Kind
 from holdfast.launch.kubernetes.lease import RunLease
-from holdfast.launch.kubernetes.node_labels import label_unhealthy
 from holdfast.launch.kubernetes.owner import Pipeline, find_own_pod, find_pipeline
 from holdfast.runtime.node import NAMESPACE_VARIABLE, POD_VARIABLE
 from holdfast.spec.cluster import Cluster
@@ -39,6 +41,9 @@ log = logging.getLogger("holdfast.launch")
 
 MAKING_TRIES = 10  # to create an object if the server calls its name taken and does not have it
 MAKING_PAUSE = 1.0  # seconds between them
+MANAGER = "holdfast-health"  # field manager of the label
+FOUND_BY = "holdfast/health-found-by"  # the annotation
+PATIENCE = 30.0  # seconds for each node, while the restart of the gang waits
 
 
 class KubernetesLauncher:
@@ -228,3 +233,29 @@ class KubernetesLauncher:
             )
         for helper in self._kind.helpers:
             self._api.delete(helper, name)
+
+
+def label_unhealthy(api: Api, job: Job, ending: GangExit) -> None:
+    """Label the nodes that failed the health check which ended a launch. Server-side apply touches nothing else of a
+    node. Never raises: a label that may not be set becomes a warning with the remedy."""
+    patient = api.within(api.namespace, PATIENCE)
+    now = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    for name in sorted(ending.blamed_nodes):
+        metadata = {
+            "name": name,
+            "labels": {HEALTH_LABEL: FAILED},
+            "annotations": {FOUND_BY: f"{now} run {job.run_id} launch {job.launch}"},
+        }
+        try:
+            patient.apply(NODES, {"apiVersion": "v1", "kind": "Node", "metadata": metadata}, MANAGER)
+        except HoldfastError as error:
+            log.warning(
+                "node %s is not labelled %s=%s, and other runs may land there: %s; apply "
+                "manifests/components/node-health, or set cluster.health.on_failure: nothing",
+                name,
+                HEALTH_LABEL,
+                FAILED,
+                error,
+            )
+        else:
+            log.warning("node %s failed its health check and is labelled %s=%s", name, HEALTH_LABEL, FAILED)

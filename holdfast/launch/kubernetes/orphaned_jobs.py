@@ -8,17 +8,23 @@ launcher belongs to: the run's lease is held meanwhile. Callers must know that t
 from __future__ import annotations
 
 import logging
+import os
+from collections.abc import Sequence
 
 from holdfast.launch.emitters import RUN_LABEL
 from holdfast.launch.kubernetes.client import LEASES, Api, Object, Resource
 from holdfast.launch.kubernetes.kinds import KINDS, Kind
-from holdfast.launch.kubernetes.lease import DURATION, RunLease, name_of
-from holdfast.launch.kubernetes.owner import OwnPod
-from holdfast.spec.errors import MissingError
+from holdfast.launch.kubernetes.lease import DURATION, HeldError, RunLease, name_of
+from holdfast.launch.kubernetes.owner import OwnPod, find_own_pod
+from holdfast.runtime.node import POD_VARIABLE
+from holdfast.runtime.secrets import redact
+from holdfast.spec import parse_spec
+from holdfast.spec.errors import HoldfastError, MissingError
 
 log = logging.getLogger("holdfast.launch")
 
 PATIENCE = DURATION + 15.0  # seconds: a dead launcher's lease has expired by then, wherever its pod was
+API_PATIENCE = 20.0  # seconds for retries of a request: the summary matters more than a clean namespace
 
 
 def end_orphaned_jobs(
@@ -70,3 +76,19 @@ def _left(api: Api, kind: Kind, run_id: str) -> tuple[list[tuple[Resource, Objec
         for obj in labelled(resource)
         if obj["metadata"]["name"] not in kept_names
     ]
+
+
+def end_jobs_of_run(spec: str, overrides: Sequence[str], run_id: str) -> tuple[list[str], list[str]]:
+    """Sentences about the jobs that it ended, and about what remains unknown. Only for the pod of a step."""
+    try:
+        cluster = parse_spec(spec, overrides).cluster
+        home = Api.of_this_process(patience=API_PATIENCE)
+        jobs = home.within(cluster.namespace or home.namespace)
+        ended_jobs = end_orphaned_jobs(jobs, run_id, cluster.job, find_own_pod(home, os.environ.get(POD_VARIABLE)))
+    except HeldError as error:
+        log.info("the job of run %s is left to its launcher: %s", run_id, error)
+        return [], []
+    except HoldfastError as error:
+        log.warning("whether run %s left a job is not known: %s", run_id, redact(str(error)))
+        return [], [f"whether a job of the run is left: {redact(str(error))}"]
+    return [f"job {name} was ended: no launcher followed it any more" for name in ended_jobs], []

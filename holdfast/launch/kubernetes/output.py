@@ -12,7 +12,7 @@ from collections import deque
 
 from holdfast.launch.kubernetes.api_errors import TransientError
 from holdfast.launch.kubernetes.client import LONGEST_LINE, Api, Lines, backoff
-from holdfast.launch.local.launcher import TAIL_LINES
+from holdfast.launch.local import TAIL_LINES
 from holdfast.spec.errors import HoldfastError, MissingError
 
 log = logging.getLogger("holdfast.launch")

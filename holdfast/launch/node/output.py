@@ -3,6 +3,9 @@
 Every rank prints into a pipe that a thread of the supervising process always empties, line by line. It writes first to
 this process's standard output, then to memory. Another thread writes to the store, so a slow or unavailable store never
 blocks a rank. What a rank printed before it died is still taken. `holdfast.telemetry.rank_logs` stores it.
+
+The node's own events go the same way, through `holdfast.telemetry.event_log`. The store is not opened before the first
+event, and a store that cannot be opened ends no process.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from typing import Self
 
 from pydantic import ValidationError
 
@@ -26,8 +30,13 @@ from holdfast.launch.exits import RankExit
 from holdfast.runtime.exits import join_within
 from holdfast.runtime.node import NAMESPACE_VARIABLE, POD_VARIABLE, node_name
 from holdfast.runtime.secrets import StreamRedactor
+from holdfast.spec.errors import HoldfastError
 from holdfast.store import open_store
 from holdfast.store.log_stream import CLOSE_SECONDS, DEADLINE
+from holdfast.telemetry import emit
+from holdfast.telemetry.channel import set_source
+from holdfast.telemetry.event_log import EventWriter
+from holdfast.telemetry.events import Event
 from holdfast.telemetry.rank_logs import RankLog, new_stream
 
 FLUSH_SECONDS = 5.0  # from a line to the start of its put to the store
@@ -239,3 +248,27 @@ def _print(data: bytes) -> None:
     with suppress(OSError):  # the reader is gone
         while view:
             view = view[os.write(1, view) :]
+
+
+class NodeEvents:
+    """`with NodeEvents(place) as events`: events that are emitted in the block are written by its end."""
+
+    def __init__(self, place: Place | None = None) -> None:
+        """`place` is the run that the events belong to. Without it, they go only to the pipe."""
+        self._place, self._lock = place, threading.Lock()
+        self._writer: EventWriter | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def tell(self, event: Event) -> None:
+        """Emit an event, from any thread. The first one opens the store, within 20 seconds. Raises nothing."""
+        with self._lock, suppress(HoldfastError, OSError):
+            if self._place is not None and self._writer is None:
+                set_source("node", launch=self._place.launch)
+                self._writer = EventWriter(open_store(self._place.store, deadline=DEADLINE), self._place.run_id)
+        emit(event)

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
+    dynamic_rendezvous,
     rendezvous_handler_registry,
 )
 from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousStateError
@@ -63,6 +64,9 @@ def install(folder: Path, key: str, *, alone: bool) -> None:
         return OneNode(params, folder) if alone else _elastic(params, key)
 
     rendezvous_handler_registry._registry = {"static": static, "c10d": c10d}
+    # torch searches all loaded modules for the caller of each operation, only to record it, between a read of the state
+    # and the write that depends on it. On a busy machine that takes seconds, and another node is first again and again.
+    dynamic_rendezvous.get_method_name = lambda depth=2: ""  # noqa: ARG005
 
 
 class OneNode(RendezvousHandler):

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from typing import Self
 
-from holdfast.launch.node.events import NodeEvents
+from holdfast.launch.node.output import NodeEvents
 from holdfast.launch.node.spot_metadata import CLOUDS, SERVICE, Cloud, Notice
 from holdfast.runtime.node import node_name
 from holdfast.telemetry.events import Event, NodeReclaimed, WarningIssued

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.launch.exits import RankExit
-from holdfast.launch.node.events import NodeEvents
 from holdfast.launch.node.hang_consensus import HangConsensus, HangDecision
 from holdfast.launch.node.hangs import ACROSS_NODES, Hang, Watched, judge
-from holdfast.launch.node.stacks import STARVED_SECONDS, stacks_of
-from holdfast.launch.node.threads import WORKING, has_working_child, states_of
+from holdfast.launch.node.output import NodeEvents
+from holdfast.launch.node.stacks import STARVED_SECONDS, WORKING, has_working_child, stacks_of, states_of
 from holdfast.runtime.heartbeat import SUFFIX, HeartbeatReader
 from holdfast.runtime.node import node_name
 from holdfast.spec.errors import ExitCode

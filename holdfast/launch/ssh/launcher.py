@@ -28,11 +28,10 @@ from typing import Any, TypeAlias
 from holdfast.launch.exits import NodeExit, parse_exit_report
 from holdfast.launch.gang import gang_environment, gang_exit_of, torchrun_arguments
 from holdfast.launch.interface import LEAVE_MARGIN, GangExit, Job
-from holdfast.launch.local.launcher import only_one_here
+from holdfast.launch.local import only_one_here
 from holdfast.launch.reporting import LaunchLog
-from holdfast.launch.ssh.frames import EVENT, HEARTBEAT_SECONDS, OUTPUT, READY, REPORT, frames_of
 from holdfast.launch.ssh.hosts import Host
-from holdfast.launch.ssh.node import STOP
+from holdfast.launch.ssh.node import EVENT, HEARTBEAT_SECONDS, OUTPUT, READY, REPORT, STOP, frames_of
 from holdfast.runtime.environment import make_folder
 from holdfast.runtime.node import NODE_NAME
 from holdfast.runtime.output import LineCutter, without_controls

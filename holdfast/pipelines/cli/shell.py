@@ -46,7 +46,7 @@ def shell(
 
 def _become(argv: tuple[str, ...]) -> None:
     """Replace this process, so that the terminal, signals and the exit code are those of the command."""
-    from holdfast.launch.slurm.environment import without_job
+    from holdfast.launch.slurm import without_job
 
     program = shutil.which(argv[0])
     if program is None:

@@ -21,8 +21,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 
 from holdfast.launch import torchrun
 from holdfast.launch.exits import FOLDER_VARIABLE, RankRecord
-from holdfast.launch.node.events import NodeEvents
-from holdfast.launch.node.output import RankOutput
+from holdfast.launch.node.output import NodeEvents, RankOutput
 from holdfast.launch.node.rendezvous import SealedBackend
 from holdfast.launch.node.spare_rendezvous import NoSlotError, SpareRendezvousHandler, TrainedError, _JoinOp
 from holdfast.launch.node.spot_notice import SpotNoticeWatch

@@ -12,8 +12,7 @@ import pytest
 
 from holdfast.launch.exits import node_exit_of
 from holdfast.launch.launches import avoided_nodes, leaving_nodes, was_reclaimed
-from holdfast.launch.node.events import NodeEvents
-from holdfast.launch.node.output import Place
+from holdfast.launch.node.output import NodeEvents, Place
 from holdfast.launch.node.spot_metadata import Aws
 from holdfast.launch.node.spot_notice import CLOUD, RECENT, SERVICE_URL, SpotNoticeWatch, reclaims
 from holdfast.runtime.node import NODE_NAME

@@ -20,11 +20,10 @@ from torch.distributed import TCPStore
 
 from holdfast.launch.node import hang_consensus, stacks
 from holdfast.launch.node import watchdog as watchdog_module
-from holdfast.launch.node.events import NodeEvents
 from holdfast.launch.node.hang_consensus import HangConsensus
 from holdfast.launch.node.hangs import Watched
-from holdfast.launch.node.stacks import STACKS
-from holdfast.launch.node.threads import has_working_child
+from holdfast.launch.node.output import NodeEvents
+from holdfast.launch.node.stacks import STACKS, has_working_child
 from holdfast.launch.node.watchdog import Watchdog, _Rank
 from holdfast.runtime.heartbeat import SUFFIX, HeartbeatPage, Seen
 from holdfast.telemetry.phases import PHASES, Phase

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-from holdfast.launch.slurm.environment import without_job
+from holdfast.launch.slurm import without_job
 from holdfast.spec.errors import ClusterUnreachableError, MissingError, Problem, SpecError
 
 log = logging.getLogger("holdfast.slurm")

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,7 +24,6 @@ from holdfast.launch.exits import FILE_VARIABLE, NodeExit, as_exit_code, parse_e
 from holdfast.launch.gang import gang_environment, gang_exit_of, torchrun_arguments
 from holdfast.launch.interface import LEAVE_MARGIN, GangExit, Job
 from holdfast.launch.reporting import LaunchLog
-from holdfast.launch.slurm.environment import own_job, without_step
 from holdfast.runtime.environment import make_folder
 from holdfast.runtime.node import free_port
 from holdfast.runtime.output import redacted_pieces
@@ -39,6 +38,16 @@ _BY_SLURM = re.compile(r"\s*(srun|slurmstepd|slurmd): (fatal|error): ")
 ASK_SECONDS = 60.0  # to wait for a reply of a Slurm command
 # Every node runs the same command, and learns its number only there.
 ON_NODE = f'PET_NODE_RANK="$SLURM_NODEID" {FILE_VARIABLE}="$HOLDFAST_NODE_EXITS/$SLURM_NODEID" exec "$@"'
+# The controller's address, the credentials, and the format of times.
+_OF_THE_SITE = re.compile(r"SLURM_(CONF|CONF_SERVER|JWT|SACK_\w+|TIME_FORMAT)")
+_OF_A_JOB = re.compile(r"(SLURMD?_|PMIX?2?_|SRUN_|SBATCH_(ARRAY_INX|EXPORT|WAIT)$|SBATCH_(CPU|MEM|GPU)_BIND)")
+# Variables that `srun` sets for a step, or reads as options that are not meant for the ranks. `sbatch` sets none of
+# them.
+_OF_A_STEP = re.compile(
+    r"PMIX?2?_|SRUN_|SBATCH_(CPU|MEM|GPU)_BIND|SLURM_((CPU|MEM|GPU)_BIND|STEP|SRUN_|STD(IN|OUT|ERR)MODE|OPEN_MODE|LABELIO"
+    r"|UNBUFFEREDIO|KILL_BAD_EXIT|IMMEDIATE|WAIT$|REMOTE_CWD|WORKING_DIR|(TASK_)?(PROLOG|EPILOG)$|EXPORT_ENV|MULTI|EXACT"
+    r"|EXCLUSIVE|OVERCOMMIT|OVERLAP|RELATIVE|WHOLE)"
+)
 
 
 class SlurmLauncher:
@@ -180,3 +189,25 @@ def _output_of(*command: str) -> str:
     if process.returncode != 0:
         raise ClusterUnreachableError(f"{' '.join(command[:2])}: {process.stderr.strip() or process.stdout.strip()}")
     return process.stdout
+
+
+def without_job(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables for a command that submits or queries, without those of an enclosing job. SBATCH_ACCOUNT,
+    SBATCH_PARTITION and similar ones stay: a site or a person sets them for every job."""
+    return {
+        name: value for name, value in variables.items() if _OF_THE_SITE.fullmatch(name) or not _OF_A_JOB.match(name)
+    }
+
+
+def without_step(variables: Mapping[str, str]) -> dict[str, str]:
+    """The variables for `srun` inside an allocation, without those of another step."""
+    return {name: value for name, value in variables.items() if not _OF_A_STEP.match(name)}
+
+
+def own_job(variables: Mapping[str, str]) -> str:
+    """The job that this process is in, as Slurm's commands take it; empty for none. The last task of an array has the
+    number of the whole array, so it is written NUMBER_TASK. Array variables with another number may come from the job
+    that submitted this one."""
+    number, array = variables.get("SLURM_JOB_ID", ""), variables.get("SLURM_ARRAY_JOB_ID", "")
+    task = variables.get("SLURM_ARRAY_TASK_ID", "")
+    return f"{array}_{task}" if task and number == array else number

@@ -1,1 +1,0 @@
-"""Launcher on this machine."""

@@ -1,1 +1,0 @@
-"""Launcher in an allocation of Slurm, and the environment of Slurm's commands."""

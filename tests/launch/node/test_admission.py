@@ -1,0 +1,63 @@
+"""A node joins a running elastic gang: the gang is interrupted once, and forms again with all of its nodes."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+from tests.faults.nodes import kill_family
+from tests.ports import LAUNCH_KEY, free_port
+
+NODES = 4
+
+
+@pytest.mark.slow
+def test_a_gang_of_slow_nodes_forms_again_once_and_complete(tmp_path: Path) -> None:
+    port, nodes = free_port(), list[subprocess.Popen[bytes]]()
+
+    def start() -> None:
+        command = [
+            sys.executable, "-m", "tests.launch.node.crowded", f"--nnodes=1:{NODES}", "--nproc-per-node=1",
+            "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=admission",
+            "--local-addr=127.0.0.1", "--monitor-interval=0.1", "--shutdown-timeout=20", "--max-restarts=5",
+            f"--rdzv-conf=join_timeout=120,read_timeout=120,last_call_timeout=3,is_host={int(not nodes)}",
+            "-m", "tests.launch.node.leaver",
+        ]  # fmt: skip
+        variables = {"FOLDER": str(tmp_path), "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+        with (tmp_path / f"{len(nodes)}.log").open("wb") as output:
+            nodes.append(
+                warm.popen(command, env={**os.environ, **LAUNCH_KEY, **variables}, stdout=output, stderr=output)
+            )
+
+    def worlds() -> list[int]:
+        """The size of the gang of each rank that has started, in order."""
+        path = tmp_path / "ranks"
+        return list(map(int, path.read_text().split())) if path.exists() else []
+
+    def wait_for(world: int) -> None:
+        deadline = time.monotonic() + 60
+        while worlds()[-world:] != [world] * world:
+            logs = "\n---\n".join(path.read_text(errors="replace") for path in tmp_path.glob("*.log"))
+            assert time.monotonic() < deadline, f"{worlds()}\n{logs}"
+            time.sleep(0.1)
+
+    try:
+        for _ in range(NODES - 1):
+            start()
+        wait_for(NODES - 1)
+        before = len(worlds())
+        start()
+        wait_for(NODES)
+        time.sleep(5)  # in which a node that was left out would interrupt the gang again
+        (tmp_path / "end").touch()
+        assert [node.wait(120) for node in nodes] == [0] * NODES
+    finally:
+        for node in nodes:
+            kill_family(node)
+    assert worlds()[before:] == [NODES] * NODES
