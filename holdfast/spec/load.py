@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
@@ -101,7 +101,11 @@ def parse_spec(
         _note(places, _apply(tree, override))
     problems: Sequence[Problem] = ()
     if isinstance(model := tree.get("model"), dict) and FROM in model:
-        problems = (fill or _refuse_from)(tree)
+        source_of_model = model[FROM]
+        try:
+            problems = (fill or _refuse_from)(tree)
+        except MissingError as error:
+            _raise_with_fields(error, source_of_model, tree, places, source)
     return _checked(tree, places, source, problems)
 
 
@@ -109,6 +113,21 @@ def _refuse_from(tree: dict[str, Any]) -> list[Problem]:
     value = tree["model"].pop(FROM)
     remedy = "submit it with `holdfast run`, or write the fields that `holdfast validate` prints instead of it"
     return [Problem(f"model.{FROM}", value, "is replaced by fields of the spec before a step reads it", remedy)]
+
+
+def _raise_with_fields(
+    error: MissingError, source_of_model: object, tree: dict[str, Any], places: Places, source: str
+) -> NoReturn:
+    """Raise the error of a model that is missing, with every refused field of the spec if there are any. Rules need
+    the model's shape, so they are not checked."""
+    try:
+        Spec.model_validate(tree)
+    except ValidationError as refused:
+        reason, _, remedy = str(error).removeprefix(f"model.{FROM}: ").partition("; ")
+        first = Problem(f"model.{FROM}", source_of_model, f"cannot be used: {reason}", remedy)
+        problems = [first, *_problems(refused.errors(include_url=False))]
+        raise SpecError([_placed(problem, places) for problem in problems], source) from None
+    raise error
 
 
 def _read(text: str, source: str) -> tuple[dict[str, Any], Places]:

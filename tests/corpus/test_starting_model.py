@@ -219,6 +219,17 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
         load_spec(write_spec(tmp_path, **{"from": str(tmp_path / "gone")}))
 
 
+def test_a_missing_model_is_reported_with_every_refused_field(tmp_path: Path) -> None:
+    path = write_spec(tmp_path, **{"from": str(tmp_path / "gone"), "layers": -1})
+    with pytest.raises(SpecError) as caught:
+        load_spec(path, ["training.steps=0", "training.optimizer.learning_rat=1"])
+    fields = [problem.field for problem in caught.value.problems]
+    assert fields == ["model.from", "model.layers", "training.steps", "training.optimizer.learning_rat"]
+    first = caught.value.problems[0]
+    assert first.value == str(tmp_path / "gone") and "is no folder" in first.message
+    assert first.remedy.startswith("name a folder") and first.place
+
+
 def test_a_step_refuses_a_spec_that_names_a_model_instead_of_its_fields(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match=r"(?s)model\.from: is replaced by fields .*`holdfast run`"):
         parse_spec(write_spec(tmp_path, **{"from": "base"}).read_text())
