@@ -193,6 +193,8 @@ def test_an_exact_script_is_verified_once_before_its_first_launch(
         (False, True, ""),
         (False, False, "resumed at step 3 and 2, equal at step 5"),
     ]
+    assert told[1].seconds is not None
+    assert told[1].seconds_left == 2 * told[1].seconds, "each of two stopped runs makes the steps once"
     assert "--set train.verify_steps=0 skips it" in told[0].text
     require_verified(spec, "", store, "another-run")  # launches nothing: the result of the first run is used
     assert read_exactness(store, "another-run") == exactness
