@@ -12,7 +12,7 @@ from holdfast.spec.training import Training
 SCORES = 3  # tensors of attention's scores that exist together: before and after the mask, and their shares
 LAYER_WIDTHS = 3  # tensors of a feed-forward layer that exist together: gate, up and their product
 STREAM = (3, 2)  # tensors of the hidden width that exist with them: of the residual stream, and inputs of products
-LOGITS = 20.0  # bytes of a logit on the CPU: in fp32, and its logarithm and its share in fp64
+LOGITS = 12.0  # bytes of a logit: of two tokens, and its share, in fp32
 
 
 @dataclass(frozen=True)
@@ -32,12 +32,10 @@ class AnswerLot:
         return cls(prompts, prompts * grpo.group, grpo.answer_tokens, grpo.server is None)
 
 
-def answering(
-    answers: AnswerLot, shape: Architecture, size: float, copied: float, narrow: float, on_cpu: bool
-) -> dict[str, float]:
+def answering(answers: AnswerLot, shape: Architecture, size: float, copied: float, buffers: float) -> dict[str, float]:
     """The terms of a rank that generates a lot of answers, which end with the context. `size` is that of a result of a
-    product, `copied` that of the copy of the model, and `narrow` that of the weights in 16 bits. Rotation makes keys
-    fp32."""
+    product, `copied` that of the copy of the model, and `buffers` that of the weights in 16 bits, or packed. Rotation
+    makes keys fp32."""
     if not answers.generated:
         return {"whole model": copied}
     positions, tokens = answers.rows * shape.context, answers.prompts * (shape.context - answers.tokens)
@@ -47,11 +45,11 @@ def answering(
     working = {
         "prompts": tokens * (LAYER_WIDTHS * shape.ffn * shape.met * size + hidden),
         "scores": SCORES * 4.0 * shape.heads * positions + cast,
-        "logits": answers.rows * shape.vocabulary * (LOGITS if on_cpu else 4.0),
+        "logits": answers.rows * shape.vocabulary * LOGITS,
     }
     return {
         "whole model": copied,
         "caches of answers": keys * (4.0 + size) * shape.layers,
-        "buffers": narrow,
+        "buffers": buffers,
         "working set": max(working.values()),
     }

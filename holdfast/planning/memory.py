@@ -283,11 +283,14 @@ def _held(shape: Architecture, layout: Layout, precision: str, practice: Practic
 def _answering(
     answers: AnswerLot, shape: Architecture, accelerator: Accelerator, precision: str, practice: Practice
 ) -> dict[str, float]:
-    """The terms of a rank that generates answers. Autocast keeps its copies in 16 bits until the last answer."""
+    """The terms of a rank that generates answers. Autocast keeps its copies in 16 bits until the last answer, and
+    generation in fp32 on the CPU keeps packed matrices."""
     size = BYTES[precision]
     whole = _held(shape, Layout(), precision, replace(practice, autocast=size < 4), 0)
     copied = whole.weights if practice.whole_model else 0.0
-    return answering(answers, shape, size, copied, whole.copies, accelerator.kind == "cpu")
+    is_packed = accelerator.kind == "cpu" and size == 4 and shape.packable and practice.lora.rank is None
+    packed = 4.0 * shape.matrices if is_packed else 0.0
+    return answering(answers, shape, size, copied, whole.copies + packed)
 
 
 def _working(shape: Architecture, layout: Layout, precision: str, practice: Practice, expanded: float) -> float:

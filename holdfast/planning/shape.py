@@ -41,6 +41,7 @@ class Architecture:
     latent: tuple[int, int, int, int] | None = None  # widths of the latents and of a head's rotated part and values
     dense_layers: int = 0  # first layers without experts
     dense_ffn: int = 0  # their width
+    packable: bool = False  # generation on the CPU packs its matrices
     windows: tuple[int, ...] = ()  # positions that a token sees at most, in each layer; empty: all
 
     @classmethod
@@ -70,6 +71,7 @@ class Architecture:
             latent=tuple(model.latent.model_dump().values()) if model.preset.latent else None,
             dense_layers=model.dense_layers,
             dense_ffn=model.dense_width if model.dense_layers else 0,
+            packable=model.packable,
             windows=windows if min(windows, default=model.context) < model.context else (),
         )
 
@@ -144,6 +146,11 @@ class Architecture:
     def embedding(self) -> int:
         """Elements of the token embedding, and of the head if it is a separate matrix."""
         return self.vocabulary * self.hidden
+
+    @property
+    def matrices(self) -> int:
+        """Elements of the matrices that a token is multiplied by in a model without experts, the head included."""
+        return self.layers * (self.attention_weights + self.expert_weights) + self.embedding
 
     @property
     def positions(self) -> int:

@@ -31,7 +31,7 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.hub import reward_models
 from holdfast.rewards.process import RewardProcess
 from holdfast.rollouts.advantages import filler_word, has_signal, has_whole_rows, rows_of, scored_rows, widened
-from holdfast.rollouts.generation import LENGTH, Generated, generate_lot, sampling_of
+from holdfast.rollouts.generation import LENGTH, Generated, LotGenerator, sampling_of
 from holdfast.rollouts.records import (
     Answer,
     LotRecord,
@@ -186,11 +186,12 @@ class AnswerBatches:
         with self._engine.generating() if generates else nullcontext() as decoder:
             if decoder is not None and self._settings.server is not None:
                 self._publish(self._settings.server, policy, decoder)
+            generator = None if decoder is None else LotGenerator(decoder)
             own = [
-                self._lot(step, lot, policy, prompts[lot * size : (lot + 1) * size], decoder)
+                self._lot(step, lot, policy, prompts[lot * size : (lot + 1) * size], generator)
                 for lot in lots[self._gang.rank :: self._gang.size]
             ]
-        del decoder  # a copy of the model need not live longer
+        del decoder, generator  # copies of the model need not live longer
         records: list[LotRecord] = []
         for number in range(-(-len(lots) // self._gang.size)):  # one lot of each rank, as messages have a limit
             record = own[number].dump().decode() if number < len(own) else ""
@@ -210,14 +211,16 @@ class AnswerBatches:
         phases.enter("data", step)
         return _Batch(policy, words, advantages, logprobs, self._metrics_of(units))
 
-    def _lot(self, step: int, lot: int, policy: str, prompts: Sequence[Prompt], decoder: Decoder | None) -> LotRecord:
-        """The record of a lot: the one in the store, or a new one. Without a `decoder` it must exist."""
+    def _lot(
+        self, step: int, lot: int, policy: str, prompts: Sequence[Prompt], generator: LotGenerator | None
+    ) -> LotRecord:
+        """The record of a lot: the one in the store, or a new one. Without a `generator` it must exist."""
         first_step = step - step % self._settings.updates + 1
         first = step // self._settings.updates * self._count + lot * self._settings.lot
         places = range(first, first + len(prompts))
         key = record_key(self._spec.run_id, first_step, lot, policy, self._generator(places))
         found = find_record(self._store, key)
-        if decoder is None:
+        if generator is None:
             if found is None:  # another plan has generated it
                 for record in records_of_step(self._store, self._spec.run_id, first_step):
                     found = record if (record.lot, record.policy) == (lot, policy) else found
@@ -235,7 +238,7 @@ class AnswerBatches:
             phases.enter("generate")  # the watchdog's limit is that of a lot
             generated = self._server.lot(policy, tokens)
         else:
-            generated = generate_lot(decoder, tokens, places, self._sampling, replies)
+            generated = generator.generate(tokens, places, self._sampling, replies)
         if found is None:
             made = LotRecord(
                 step=first_step,
@@ -248,7 +251,7 @@ class AnswerBatches:
             )
             if self._store.put_if_absent(key, made.dump()):
                 return made
-            return self._lot(step, lot, policy, prompts, decoder)  # another attempt has created it meanwhile
+            return self._lot(step, lot, policy, prompts, generator)  # another attempt has created it meanwhile
         self._verified = True
         if found.tokens != [[answer.tokens for answer in answers] for answers in generated]:
             raise WrongArithmeticError(

@@ -65,34 +65,43 @@ class LotCache(LayerCache):
     def attend(
         self, attention: Attention, q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, segments: Segments
     ) -> Tensor:
-        """See LayerCache. The prompts come first, one row each, and then one token of each answer. The queries of all
-        answers to a prompt are multiplied together by its keys."""
+        """See LayerCache. The prompts come first, one row each, and then one token of each answer."""
+        if self.k_BGSK is not None:
+            rows = len(q_BHTK)
+            o_BF = self.attend_tokens(attention, q_BHTK[:, :, 0], k_BGTK[:, :, 0], v_BGTK[:, :, 0])
+            return o_BF.view(rows, -1, 1, v_BGTK.shape[3])
+        # Products with queries read keys by columns, and those of shares read values by rows.
+        self.k_BGSK, self.v_BGSK = k_BGTK.mT.contiguous().mT, v_BGTK.contiguous()
+        rows = k_BGTK.shape[0] * k_BGTK.shape[1] * self._positions.answers
+        self._k_NMK, self._v_NMK = (x.new_empty(rows, self._positions.most, x.shape[3]) for x in (k_BGTK, v_BGTK))
+        return attention.attend(q_BHTK, k_BGTK, v_BGTK, segments)
+
+    def attend_tokens(self, attention: Attention, q_BHK: Tensor, k_BGK: Tensor, v_BGK: Tensor) -> Tensor:
+        """Append a token of each answer. Returns the attention output [B, F] of its queries, F = H x K. The queries of
+        all answers to a prompt are multiplied together by its keys."""
+        assert self.k_BGSK is not None
+        assert self.v_BGSK is not None
         answers, window, at = self._positions.answers, attention.window, self._positions.count
-        if self.k_BGSK is None or self.v_BGSK is None:
-            self.k_BGSK, self.v_BGSK = k_BGTK.contiguous(), v_BGTK.contiguous()
-            rows = k_BGTK.shape[0] * k_BGTK.shape[1] * answers
-            self._k_NMK, self._v_NMK = (x.new_empty(rows, self._positions.most, x.shape[3]) for x in (k_BGTK, v_BGTK))
-            return attention.attend(q_BHTK, k_BGTK, v_BGTK, segments)
         (prompts, groups, longest, width), wide = self.k_BGSK.shape, self.v_BGSK.shape[3]
         sizes, rows = (prompts, answers, groups), len(self._k_NMK)
-        for own_NMK, new in ((self._k_NMK, k_BGTK), (self._v_NMK, v_BGTK)):
+        for own_NMK, new in ((self._k_NMK, k_BGK), (self._v_NMK, v_BGK)):
             own_NMK[:, at].view(prompts, groups, answers, -1).transpose(1, 2).copy_(new.view(*sizes, -1))
         first = 0 if window is None else max(0, at + 1 - window)
         k_NSK, v_NSK = (own.narrow(1, first, at + 1 - first) for own in (self._k_NMK, self._v_NMK))
-        q_NRK = q_BHTK.view(*sizes, -1, width).transpose(1, 2).reshape(rows, -1, width)
+        q_NRK = q_BHK.view(*sizes, -1, width).transpose(1, 2).reshape(rows, -1, width)
         q_LQK = q_NRK.view(prompts * groups, -1, width)  # L = P x G, Q = A x R
-        given_LQS = torch.bmm(q_LQK, self.k_BGSK.flatten(0, 1).transpose(1, 2))
-        own_LQS = torch.bmm(q_NRK, k_NSK.transpose(1, 2)).view(*q_LQK.shape[:2], -1)
+        given_LQS = torch.bmm(q_LQK, self.k_BGSK.flatten(0, 1).mT)
+        own_LQS = torch.bmm(q_NRK, k_NSK.mT).view(*q_LQK.shape[:2], -1)
         scores_LQS = torch.cat((given_LQS, own_LQS), -1).float().mul_(attention.factor)
         del given_LQS, own_LQS
         if (hidden_PS := self._positions.hidden(window)) is not None:
             given_PXS = scores_LQS[..., :longest].unflatten(0, (prompts, -1)).flatten(1, 2)
             given_PXS.masked_fill_(hidden_PS[:, None], -math.inf)
         shares_LQS = attention.shares(scores_LQS, (prompts, groups, answers)).to(v_NSK.dtype)
-        given_LQK = torch.bmm(shares_LQS.narrow(2, 0, longest), self.v_BGSK.flatten(0, 1))
+        o_LQK = torch.bmm(shares_LQS.narrow(2, 0, longest), self.v_BGSK.flatten(0, 1))
         own_NRS = shares_LQS.narrow(2, longest, at + 1 - first).view(rows, -1, at + 1 - first)
-        o_NRK = torch.baddbmm(given_LQK.view(rows, -1, wide), own_NRS, v_NSK)
-        return o_NRK.view(prompts, groups, answers, -1, wide).transpose(1, 2).reshape(len(q_BHTK), -1, 1, wide)
+        o_NRK = o_LQK.view(rows, -1, wide).baddbmm_(own_NRS, v_NSK)
+        return o_NRK.view(prompts, groups, answers, -1, wide).transpose(1, 2).reshape(len(q_BHK), -1)
 
 
 class RowsCache(LayerCache):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from holdfast.corpus.encode import load_tokenizer
 from holdfast.dataset import Dataset
 from holdfast.rewards.process import RewardProcess
-from holdfast.rollouts.generation import generate_lot, sampling_of
+from holdfast.rollouts.generation import LotGenerator, sampling_of
 from holdfast.rollouts.reward_models import RewardModels
 from holdfast.rollouts.turns import LiveReplies, Texts
 from holdfast.scoring.models import ExportedModel
@@ -36,6 +36,7 @@ def score_answers(
     count, solved, solved_prompts, total = min(len(prompts), evaluation.max_prompts), 0, 0, 0.0
     environment, device = settings.environment, model.decoder.model.embed_tokens.weight.device
     models = RewardModels(spec.training, dataset, length + settings.answer_tokens, device, first_weights)
+    generator = LotGenerator(model.decoder)
     with RewardProcess(settings.rewards, code, environment) as rewards:
         for first in range(0, count, settings.lot):
             lot = [prompts[number] for number in range(first, min(first + settings.lot, count))]
@@ -43,7 +44,7 @@ def score_answers(
             replies = None
             if environment is not None:
                 replies = LiveReplies(rewards, [prompt.record for prompt in lot], texts, environment.turns)
-            generated = generate_lot(model.decoder, [prompt.tokens for prompt in lot], places, sampling, replies)
+            generated = generator.generate([prompt.tokens for prompt in lot], places, sampling, replies)
             for prompt, answers in zip(lot, generated, strict=True):
                 values = []
                 for answer in answers:

@@ -268,6 +268,20 @@ class Model(Section):
         )
 
     @property
+    def packable(self) -> bool:
+        """Whether all layers are dense ones of Llama, Mistral or Qwen, which generation on the CPU packs."""
+        preset, layers = self.preset, self.layer_shapes()
+        return (
+            preset.norms == "pre"
+            and preset.activation == "silu"
+            and not preset.latent
+            and self.query_key_norms != "whole"
+            and self.biases != "qkvo"
+            and self.rotary_width == self.head_width
+            and all(layer.rope == "main" and not layer.mixture for layer in layers)
+        )
+
+    @property
     def rotary_width(self) -> int:
         """The part of a head that is rotated."""
         return self.latent.rope if self.preset.latent else int(self.head_width * self.rotary_fraction)

@@ -10,9 +10,12 @@ import torch
 from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import initialise
 from holdfast.model.layers import LayerCache
+from holdfast.model.lora import add_adapters
 from holdfast.rollouts.caches import LotCache, LotPositions, read_tokens
-from holdfast.rollouts.generation import LENGTH, STOP, Sampling, generate_lot, sample_tokens, uniforms
+from holdfast.rollouts.generation import BLOCK, LENGTH, STOP, Sampling, generate_lot, sample_tokens, uniforms
+from holdfast.rollouts.packed import PackedDecoder, is_packable
 from holdfast.spec.model import Model
+from holdfast.spec.training import Lora
 
 VOCABULARY, END = 40, 3
 SHAPES: dict[str, dict[str, Any]] = {
@@ -114,25 +117,74 @@ def test_tokens_have_their_probabilities() -> None:
     assert sample_tokens(logits[None], torch.tensor([1 - 2.0**-53]).double(), 1.0)[0].tolist() == [3]
 
 
+@pytest.mark.parametrize("wide", [True, False], ids=["fp64", "fp32"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_token_is_the_number_of_sums_that_are_not_above_its_number(temperature: float) -> None:
+def test_a_token_is_in_the_block_and_at_the_place_whose_sums_contain_its_number(temperature: float, wide: bool) -> None:
     """Bit for bit, as runs have recorded answers of this definition, and entropies that are the logarithm of all less
     the mean."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(64, 151, generator=generator) * torch.tensor([1.0, 8.0, 300.0, 900.0]).repeat(16)[:, None]
     logits[::3, ::5] = -torch.inf
+    logits = logits.double() if wide else logits
     u = torch.rand(64, generator=generator, dtype=torch.float64)
     u[0], u[1], u[2] = 0, 1 - 2.0**-53, 0.5
-    scaled = logits.double() / temperature
+    scaled = logits / temperature
     scaled -= scaled.amax(-1, keepdim=True)
     parts = scaled.exp()
-    sums = parts.cumsum(-1)
-    whole = sums[:, -1:]
-    expected = ((sums <= u[:, None] * whole) & (sums < whole)).sum(-1)
+    blocks = torch.nn.functional.pad(parts, (0, -151 % BLOCK)).view(64, -1, BLOCK)
+    sums = blocks.sum(-1).double().cumsum(-1)
+    whole = sums[:, -1]
+    expected = []
+    for row, goal in enumerate(u * whole):
+        block = int(((sums[row] <= goal) & (sums[row] < whole[row])).sum())
+        within = blocks[row, block].double().cumsum(-1)
+        rest = goal - (sums[row, block - 1] if block else 0)
+        expected.append(block * BLOCK + int(((within <= rest) & (within < within[-1])).sum()))
     tokens, entropy = sample_tokens(logits, u, temperature)
-    assert torch.equal(tokens, expected)
+    assert tokens.tolist() == expected
     mean = (torch.where(parts > 0, scaled, 0.0) * parts).sum(-1)
-    assert torch.equal(entropy, (whole[:, 0].log() - mean / whole[:, 0]).clamp(min=0))
-    true = torch.distributions.Categorical(logits=logits.double() / temperature, validate_args=False).entropy()
-    torch.testing.assert_close(entropy, true, rtol=0, atol=1e-12)
+    assert torch.equal(entropy, (whole.log() - mean / whole).clamp(min=0))
+    distribution = torch.distributions.Categorical(logits=logits.double() / temperature, validate_args=False)
+    torch.testing.assert_close(entropy, distribution.entropy(), rtol=0, atol=1e-12 if wide else 1e-5)
+    assert bool((distribution.probs.gather(1, tokens[:, None]) > 0).all())
     assert sample_tokens(torch.full((1, 9), torch.nan), u[:1], temperature)[0].tolist() == [0]
+
+
+@pytest.mark.parametrize("shape", ["whole", "windows of mistral", "biases", "norms of heads"])
+def test_packed_matrices_are_the_same_function(shape: str) -> None:
+    """Random norms and biases, so that none of them may be left out."""
+    fields: dict[str, dict[str, Any]] = {
+        "whole": {"tie_embeddings": False},
+        "windows of mistral": {"family": "mistral", "sliding_window": 4},
+        "biases": {"family": "qwen2"},
+        "norms of heads": {"family": "qwen3", "head_dim": 12},
+    }
+    decoder, how = decoder_of(**fields[shape]).double(), sampling(end_of_text=-1)
+    generator = torch.Generator().manual_seed(2)
+    for weight in decoder.parameters():
+        if weight.dim() == 1:
+            weight.data = torch.randn(weight.shape, generator=generator, dtype=torch.float64) * 0.2 + 1
+    assert is_packable(decoder)
+    positions = LotPositions(torch.tensor([len(prompt) for prompt in PROMPTS]), how.answers, how.most_tokens)
+    caches = [LotCache(positions) for _ in range(2)]
+    packed = PackedDecoder(decoder)
+    tokens = torch.randint(1, VOCABULARY, (len(PROMPTS), how.answers, how.most_tokens), generator=generator)
+    with torch.no_grad():
+        decoder.hidden(torch.tensor([[*prompt, *[0] * (6 - len(prompt))] for prompt in PROMPTS]), cache=list(caches))
+        for at in range(how.most_tokens):
+            logits_BV = packed.read_tokens(caches, tokens[:, :, at].flatten(), positions.next_positions)
+            positions.advance()
+            for row, own in enumerate(tokens.flatten(0, 1)[:, : at + 1].tolist()):
+                whole: Any = decoder(torch.tensor([PROMPTS[row // how.answers] + own]))
+                torch.testing.assert_close(logits_BV[row], whole[0, -1], rtol=1e-5, atol=1e-6)
+
+
+def test_other_layers_and_precisions_are_not_packed() -> None:
+    families = [decoder_of(**SHAPES[name]) for name in ("windows", "sinks", "latents")]
+    assert not any(is_packable(decoder) for decoder in families)
+    assert not is_packable(decoder_of().bfloat16())
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not is_packable(decoder_of())
+    adapted = decoder_of()
+    add_adapters(adapted, Lora(rank=2))
+    assert not is_packable(adapted)
