@@ -68,6 +68,17 @@ class Prompts:
                 best = int(sizes.max()), int(self._first[source]) + int(sizes.argmax())
         return best
 
+    def require_room(self, answer_tokens: int, context: int) -> int:
+        """The number of tokens of the longest prompt. Raises DataError if it leaves no room for an answer."""
+        length, number = self.longest()
+        if length + answer_tokens > context + 1:
+            raise DataError(
+                f"{self._name}: prompt {number} has {length} tokens, and with training.grpo.answer_tokens = "
+                f"{answer_tokens} it exceeds model.context = {context}; raise model.context, lower answer_tokens, or "
+                "remove the prompt"
+            )
+        return length
+
 
 def prompt_numbers(count: int, seed: int, first: int, size: int) -> Indices:
     """The numbers of the prompts at the places first to first + size - 1 of the training sequence, in which each of

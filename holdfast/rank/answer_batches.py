@@ -80,7 +80,7 @@ class AnswerBatches:
         store: Store,
         rewards: RewardProcess,
     ) -> None:
-        """Raises DataError without prompts, or if one is too long."""
+        """Raises DataError without prompts, or if one is too long, held-out prompts included."""
         self._spec, self._gang, self._engine, self._store, self._rewards = spec, gang, engine, store, rewards
         self._settings = spec.training.grpo
         self._dataset, self._prompts, self._end = dataset, dataset.prompts(), dataset.end_of_text
@@ -95,16 +95,12 @@ class AnswerBatches:
         self._batch: _Batch | None = None
         self._next: _Batch | None = None  # with `lag: 1`, the answers of the next step
         self._verified = False
-        length, number = self._prompts.longest()
-        if length + self._settings.answer_tokens > spec.model.context + 1:
-            raise DataError(
-                f"dataset {dataset.dataset_id}: prompt {number} has {length} tokens, and with "
-                f"training.grpo.answer_tokens = {self._settings.answer_tokens} it exceeds model.context = "
-                f"{spec.model.context}; raise model.context, lower answer_tokens, or remove the prompt"
-            )
+        tokens, context = self._settings.answer_tokens, spec.model.context
+        length = self._prompts.require_room(tokens, context)
+        held_out = dataset.prompts("validation").require_room(tokens, context)  # the evaluation answers them
         if reward_models(spec.training):  # they also score the answers of the evaluation
-            length = max(length, dataset.prompts("validation").longest()[0])
-        longest, device = length + self._settings.answer_tokens, local_device(spec.accelerator)
+            length = max(length, held_out)
+        longest, device = length + tokens, local_device(spec.accelerator)
         self._reward_models = RewardModels(spec.training, dataset, longest, device, spec.first_weights)
 
     @property

@@ -9,7 +9,6 @@ from holdfast.rollouts.generation import LotGenerator, sampling_of
 from holdfast.rollouts.reward_models import RewardModels
 from holdfast.rollouts.turns import LiveReplies, Texts
 from holdfast.scoring.models import ExportedModel
-from holdfast.spec.errors import DataError
 from holdfast.spec.tree import Spec
 
 SEED = 0  # of the sampled answers: the same numbers for every model
@@ -23,13 +22,7 @@ def score_answers(
     prompt that leaves no room for an answer, and for a reward model with other weights."""
     settings, evaluation = spec.training.grpo, spec.evaluation
     prompts = dataset.prompts("validation")
-    length, longest = prompts.longest()
-    if length + settings.answer_tokens > spec.model.context + 1:
-        raise DataError(
-            f"dataset {dataset.dataset_id}: held-out prompt {longest} has {length} tokens, and with "
-            f"training.grpo.answer_tokens = {settings.answer_tokens} it exceeds model.context = {spec.model.context}; "
-            "lower answer_tokens, or remove the prompt"
-        )
+    length = prompts.require_room(settings.answer_tokens, spec.model.context)
     end = dataset.end_of_text
     texts = Texts(load_tokenizer(dataset.tokenizer_json()), end)
     sampling = sampling_of(settings, evaluation.answers, SEED, end)

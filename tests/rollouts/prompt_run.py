@@ -29,11 +29,11 @@ def prompt_spec(*overrides: str) -> Spec:
     return tiny_spec(*FIELDS, *overrides)
 
 
-def prompt_words() -> np.ndarray:
-    """The words of all prompts: 1 to 3 tokens, and their record."""
+def prompt_words(last: int = 3) -> np.ndarray:
+    """The words of all prompts: 1 to 3 tokens, of the last one `last`, and their record."""
     words: list[int] = []
     for number in range(PROMPTS):
-        tokens = [60 + number] * (1 + number % 3)
+        tokens = [60 + number] * (1 + number % 3 if number < PROMPTS - 1 else last)
         record = {"prompt": chr(65 + number), "answer": "x", "pattern": "[a-m]"}
         raw = json.dumps(record).encode()
         document = [token | UNCOUNTED for token in tokens] + [byte | RECORD | UNCOUNTED for byte in raw]

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 
 from holdfast.checkpoint.retention import checkpoint_steps
+from holdfast.dataset import Dataset
 from holdfast.rollouts.records import recorded_steps, records_of_step
 from holdfast.spec import Spec
+from holdfast.spec.errors import DataError
 from holdfast.store import Store
 from holdfast.telemetry import read_history
 from tests.checkpoint.ranks import in_ranks
-from tests.rollouts.prompt_run import FIELDS, prompt_spec, train_with_code, turns_fields
+from tests.rollouts.prompt_run import FIELDS, prompt_spec, prompt_words, train_with_code, turns_fields
 from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
 from tests.train.test_worker import write_weights
+from tests.train.tiny_run import DATASET_ID, write_dataset
 
 ELASTIC = ("training.determinism=elastic",)
 TWICE = ("training.grpo.updates=2", "training.steps=5", "checkpoint.every_steps=3")
@@ -35,6 +38,24 @@ def answers(store: Store, spec: Spec, salt: str = "") -> list[Any]:
 def overrides(*more: str) -> tuple[str, ...]:
     """The overrides of a run, for `train_in_ranks`."""
     return (*FIELDS, *more)
+
+
+def test_a_held_out_prompt_without_room_for_an_answer_is_refused_before_the_first_step(
+    store: Store, tmp_path: Path
+) -> None:
+    """One token less has room."""
+    spec = prompt_spec()
+    room = spec.model.context + 1 - spec.training.grpo.answer_tokens
+    write_dataset(store, packed=prompt_words(), held_out=prompt_words(room + 1), kind="prompts", text="")
+    assert train_in_ranks(1, store.url, tmp_path / "ranks", [(overrides(), "", None)]) == ["DataError"]
+    assert recorded_steps(store, identity_of(spec)) == []
+    sizes = spec.training.grpo.answer_tokens, spec.model.context
+    prompts = Dataset.open(store, DATASET_ID, tmp_path / "cache").prompts("validation")
+    with pytest.raises(DataError, match=rf"split validation: prompt 11 has {room + 1} tokens, .* lower answer_tokens"):
+        prompts.require_room(*sizes)
+    assert Dataset.open(store, DATASET_ID, tmp_path / "cache").prompts().require_room(*sizes) == 3
+    write_dataset(store, packed=prompt_words(), held_out=prompt_words(room), kind="prompts", text="")
+    assert train_in_ranks(1, store.url, tmp_path / "fitting", [(overrides("training.steps=1"), "", None)]) == [""]
 
 
 @pytest.mark.slow

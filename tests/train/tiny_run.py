@@ -50,10 +50,16 @@ def tiny_assignment(*overrides: str) -> Assignment:
 
 
 def write_dataset(
-    store: Store, tokens: int = 4000, sources: int = 1, packed: np.ndarray | None = None, **chat: str
+    store: Store,
+    tokens: int = 4000,
+    sources: int = 1,
+    packed: np.ndarray | None = None,
+    held_out: np.ndarray | None = None,
+    **chat: str,
 ) -> str:
     """Write the dataset: text with a pattern that a model can learn, and optionally a second source that repeats one
-    token. Alternatively, `packed` tokens with their marks, of the kind that `chat` names. Returns its id.
+    token. Alternatively, `packed` tokens with their marks, of the kind that `chat` names. The held-out data is
+    `held_out`, or equals the training data. Returns its id.
     """
     rng = np.random.default_rng(7)
     pattern = np.cumsum(rng.integers(1, 4, tokens)) % VOCABULARY
@@ -70,28 +76,35 @@ def write_dataset(
             end_of_text=END_OF_TEXT,
             end_of_text_id=0,
         ),
-        sources=tuple(_write_source(store, number, text, dtype) for number, text in enumerate(texts)),
+        sources=tuple(_write_source(store, number, text, dtype, held_out) for number, text in enumerate(texts)),
         settings={} if packed is None else {"chat": {"packed": 16, **chat}},
     )
     store.put(layout.dataset(DATASET_ID), whole.dump())
     return DATASET_ID
 
 
-def _write_source(store: Store, number: int, text: np.ndarray, dtype: manifest.DtypeName) -> manifest.Source:
-    ids = text.astype(DTYPES[dtype])
-    digests = block_digests(ids.tobytes())
-    shard = manifest.Shard(name=f"train-{number}.tokens", tokens=len(ids), digest=shard_digest(digests), dtype=dtype)
-    store.put(layout.dataset(DATASET_ID, shard.name), [ids.tobytes(), digests])
-    # The held-out data equals the training data, because no test here measures the quality of a model.
-    split = manifest.Split(tokens=len(ids), documents=1, text_bytes=len(ids), shards=(shard,))
+def _write_source(
+    store: Store, number: int, text: np.ndarray, dtype: manifest.DtypeName, held_out: np.ndarray | None
+) -> manifest.Source:
+    train = _write_split(store, f"train-{number}.tokens", text, dtype)
+    # By default the held-out data equals the training data, because no test measures the quality of a model.
+    validation = train if held_out is None else _write_split(store, f"validation-{number}.tokens", held_out, dtype)
     name = "synthetic" if number == 0 else f"synthetic-{number}"
     return manifest.Source(
         name=name,
         uri=name,
-        lineage=manifest.Lineage(kind="files", files=1, bytes=len(ids), digest="0" * 64),
-        splits={"train": split, "validation": split},
+        lineage=manifest.Lineage(kind="files", files=1, bytes=len(text), digest="0" * 64),
+        splits={"train": train, "validation": validation},
         dropped={},
     )
+
+
+def _write_split(store: Store, name: str, text: np.ndarray, dtype: manifest.DtypeName) -> manifest.Split:
+    ids = text.astype(DTYPES[dtype])
+    digests = block_digests(ids.tobytes())
+    shard = manifest.Shard(name=name, tokens=len(ids), digest=shard_digest(digests), dtype=dtype)
+    store.put(layout.dataset(DATASET_ID, name), [ids.tobytes(), digests])
+    return manifest.Split(tokens=len(ids), documents=1, text_bytes=len(ids), shards=(shard,))
 
 
 def _tokenizer() -> bytes:
