@@ -163,6 +163,11 @@ def test_a_tied_checkpoint_may_repeat_the_head_if_it_is_the_embedding(tmp_path: 
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1; only 0.0 can be read"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method is 'gptq'; only weights of 16 and 32 bits"),
+        ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method is 'mxfp4'.*of gpt_oss"),
+        ({"quantization_config": "fp8"}, "quantization_config is 'fp8'; an object is needed"),
+        ({"model_type": "deepseek_v3", "architectures": None, "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_type 'llama3' without low_freq_factor"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2}},

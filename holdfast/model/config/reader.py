@@ -54,7 +54,7 @@ _TYPES: dict[str, str] = {
         _TEXT: "model_type hidden_act hidden_activation",
         _TEXTS: "architectures layer_types",
         _INTEGERS: "no_rope_layers",
-        _OBJECT: "rope_scaling rope_parameters id2label",
+        _OBJECT: "rope_scaling rope_parameters id2label quantization_config",
     }.items()
     for key in keys.split()
 }
@@ -95,6 +95,10 @@ def _require_types(path: str, settings: Mapping[str, Any], types: Mapping[str, s
             raise DataError(f"{path}: {key} is {shown(value)}; {kind} is needed")
 
 
+# Of the published code of deepseek_v3, which `transformers` does not read.
+_OF_DEEPSEEK = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+
+
 class ReadConfig(NamedTuple):
     """The content of a config.json."""
 
@@ -117,9 +121,11 @@ def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
         for kind in LAYER_KINDS:
             _require_types(f"{path}: {section}.{kind}", rope.get(kind) or {}, _ROPE_TYPES)
     name, family = _family(path, settings)
-    for key, required in {**dict([family.activation]), **family.fixed}.items():
+    only = {"attention_dropout": 0.0, **(_OF_DEEPSEEK if name == "deepseek_v3" else {})}
+    for key, required in {**dict([family.activation]), **family.fixed, **only}.items():
         if settings.get(key) not in (required, None):
             raise DataError(f"{path}: {key} is {shown(settings[key])}; only {required!r} can be read")
+    _refuse_quantized(path, name, settings)
     count = {}
     if "experts" in family.mixture and "num_local_experts" in settings:  # the key of transformers 5
         count[family.mixture["experts"]] = settings["num_local_experts"]
@@ -135,6 +141,15 @@ def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
     end_of_text = _own(path, settings).get("end_of_text_id", stops[0] if stops else None)
     more_layers = settings.get(MORE_LAYERS) or 0 if MORE_LAYERS in family.written else 0
     return ReadConfig(shape, vocabulary, end_of_text, stops, more_layers)
+
+
+def _refuse_quantized(path: str, family: str, settings: Mapping[str, Any]) -> None:
+    method = (settings.get("quantization_config") or {}).get("quant_method")
+    if method is not None and (family, method) != ("gpt_oss", "mxfp4"):
+        raise DataError(
+            f"{path}: quantization_config.quant_method is {shown(method)}; only weights of 16 and 32 bits can be read, "
+            "and mxfp4 of gpt_oss; use weights that are not quantized (training.lora.base: nf4 stores those in 4 bits)"
+        )
 
 
 def _of_text(path: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
