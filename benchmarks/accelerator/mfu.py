@@ -13,6 +13,8 @@ from benchmarks.accelerator.request import Request
 from benchmarks.accelerator.workload import DOCUMENTS, engine_for, fill, rows_for, settle, shapes, spec_for
 from holdfast.launch.device import device_name, local_device
 
+ROWS = (16, 64)  # of a micro-batch, which fits 80 GB, and of a step of 131,072 tokens
+
 
 def measure_mfu(request: Request) -> None:
     """Seconds of a step and MFU of one variant: `bare`, `off` or `exact`, with `-documents` and `-compiled`.
@@ -24,6 +26,8 @@ def measure_mfu(request: Request) -> None:
 
     size = "tiny" if request.tiny else "large"
     model, vocabulary, micro, global_batch = shapes(size)
+    if not request.tiny:
+        micro, global_batch = ROWS
     level, *more = request.variant.split("-")
     documents = DOCUMENTS if "documents" in more else 1
     device = local_device(request.accelerator)
@@ -31,6 +35,9 @@ def measure_mfu(request: Request) -> None:
         "determinism": "exact" if level == "exact" else "off",
         "precision": "bf16",
         "compile": "compiled" in more,
+        "micro_batch": micro,
+        "global_batch": global_batch,
+        "loss_chunk": model["context"],
     }
     training["masks"] = documents > 1
     spec = spec_for(size, request.accelerator, **training)

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch._higher_order_ops.flex_attention import flex_attention as flex_attention_hop
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from holdfast.model.attention import packed  # noqa: F401 - registers an operator
@@ -27,6 +28,7 @@ _KEPT: list[Any] = [
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.holdfast.packed_attention.default,
+    flex_attention_hop,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
 ]
 
@@ -40,4 +42,9 @@ def recompute(layer: nn.Module, kind: Literal["none", "full", "selective"]) -> N
     if kind == "selective":
         settings["context_fn"] = partial(create_selective_checkpoint_contexts, _KEPT)
     forward: Callable[..., Any] = layer.forward
-    layer.forward = partial(checkpoint, forward, **settings)
+
+    def recomputed(*inputs: Any) -> Any:
+        """A frame of this package: torch compiles nothing that begins in `checkpoint` itself."""
+        return checkpoint(forward, *inputs, **settings)
+
+    layer.forward = recomputed

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from holdfast.model.attention.rows import prepare_rows
 from holdfast.model.attention.segments import Segments
 from holdfast.model.layers import Embedding, Layer, LayerCache, Linear, Mixture, norm_of
 from holdfast.model.rotary import rotary_tables
@@ -81,7 +82,7 @@ class Decoder(nn.Module):
         self.stops: tuple[int, ...] = ()  # tokens that end generation, in addition to `end_of_text`
         self.positions_T: Tensor | None = None  # the positions of each sequence on this rank; None: all
         self.loss_chunk = CHUNK  # tokens whose logits exist at a time in the loss
-        self.loss_compiled = False  # whether one kernel computes from logits what the loss needs
+        self.compiled = False  # whether layers are compiled, and what the loss does with logits
         self.local_segments: Callable[[Segments], Any] = lambda segments: segments  # what attention on this rank takes
         self.add_up: Callable[[Tensor], Tensor] | None = None  # sums counts over the ranks with the other positions
         self.top: int | None = None  # of a teacher: `forward` returns this number of likeliest tokens, and no losses
@@ -183,7 +184,7 @@ class Decoder(nn.Module):
     def logprobs(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """The log-probabilities of targets from the output of `hidden`: fp32 [B, T], 0 where IGNORED."""
         inputs = self._head_inputs(x_BTD)
-        return token_logprobs(*inputs, targets_BT, chunk=self.loss_chunk, compiled=self.loss_compiled)
+        return token_logprobs(*inputs, targets_BT, chunk=self.loss_chunk, compiled=self.compiled)
 
     def _head_inputs(self, x_BTD: Tensor) -> tuple[Tensor, Tensor]:
         """The factors of the logits, in the type of their product."""
@@ -253,6 +254,8 @@ class Decoder(nn.Module):
         if segments is None:
             segments = Segments.of_rows(len(x_BTD), end - start)
         segments = self.local_segments(segments)
+        if self.compiled and isinstance(segments, Segments):
+            prepare_rows(segments, x_BTD.device)
         unevenness_B = None
         for index, layer in enumerate(self.model.layers):
             if layer is not None:

@@ -7,8 +7,10 @@ micro-batches, and adds both. So a result does not depend on the division, which
 
 from __future__ import annotations
 
+from functools import cache
 from typing import ClassVar, Literal, NamedTuple, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -64,5 +66,16 @@ def metrics_of(objective: Objective, values: Tensor) -> dict[str, Tensor]:
 
 def weighted(objective: Objective, values: Tensor) -> Tensor:
     """The loss from the values of all terms: a scalar."""
-    weights = values.new_tensor(objective.weights)
+    weights = weights_of(objective, values)
     return (values[: len(weights)] * weights).sum()
+
+
+def weights_of(objective: Objective, like: Tensor) -> Tensor:
+    """The weights of an objective's terms, in the type and on the device of `like`."""
+    return _on_device(tuple(objective.weights), like.dtype, like.device)
+
+
+@cache
+def _on_device(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The numbers, copied once: every copy from the host waits until the device has done all that it was given."""
+    return torch.tensor(numbers, dtype=dtype, device=device)

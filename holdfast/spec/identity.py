@@ -23,7 +23,7 @@ from holdfast.spec.training import Ema
 from holdfast.spec.tree import Spec
 
 # Raise it by hand whenever a change of the code changes the resulting bits of a run.
-DATA_PLANE_VERSION = 5  # 5: compiled sums over the vocabulary; 4: two sums in the backward of whole rows on CUDA
+DATA_PLANE_VERSION = 5  # 5: kernels of compiled losses and whole rows; 4: two sums in the backward of whole rows
 # The same for the answers that ranks generate: part of the id of runs that learn from them.
 GENERATOR_VERSION = 3  # 3: packed matrices on the CPU, and sums of blocks in the search of a token
 ID_LENGTH = 16  # hexadecimal digits: 64 bits

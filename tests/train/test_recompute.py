@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from holdfast.dataset.vocabulary import ID
 from holdfast.engines.recompute import recompute
@@ -45,6 +47,22 @@ def test_recomputed_activations_have_the_same_bits(tmp_path: Path, layouts: list
                 assert other_seen == curve, runs[first]
                 for (name, _, data), (_, _, other) in zip(boxes, other_boxes, strict=True):
                     assert data.tobytes() == other.tobytes(), (name, runs[first])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_layer_is_compiled_with_its_recomputation(kind: str) -> None:
+    torch._dynamo.reset()
+    compiled = counters["stats"]["unique_graphs"]
+    decoder = Decoder(tiny_spec().model, VOCABULARY)
+    initialise(decoder, 0)
+    for layer in decoder.model.layers:
+        recompute(layer, kind)  # type: ignore[arg-type]
+        layer.compile()
+    rows = global_batch(0)[:2] & ID
+    decoder(rows[:, :-1], rows[:, 1:]).backward()
+    assert counters["stats"]["unique_graphs"] == compiled + 1  # for all layers
 
 
 def kept(kind: str) -> int:

@@ -26,7 +26,7 @@ from holdfast.engines.torch.parameters import TrainedParameters
 from holdfast.engines.torch.pipeline import ForwardPipeline, Pipeline
 from holdfast.engines.torch.tied import TiedEnds
 from holdfast.model.token_logprobs import Likeliest
-from holdfast.objectives.interface import ObjectiveInputs
+from holdfast.objectives.interface import ObjectiveInputs, weights_of
 from holdfast.objectives.micro_batches import MicroBatch
 from holdfast.objectives.unpaired import divergence_sums
 from holdfast.telemetry import phases
@@ -174,8 +174,7 @@ class PipelineStages:
             return objective.sums(ObjectiveInputs(micro.whole(losses), frozen, divergence, theirs), batch.some(some))
 
         share = micro.upscaled(mesh.averaged / counted)
-        weights = share.new_tensor(objective.weights)
-        total = self.stages.trained.forward_backward(seen, terms, share, weights)
+        total = self.stages.trained.forward_backward(seen, terms, share, weights_of(objective, share))
         phases.enter("communication")
         if self.tied is not None:
             self.tied.add_up(self.parameters.named())

@@ -95,7 +95,7 @@ class TorchEngine:
             self._parts = build_parts(spec.model, vocabulary, spec.parallel, self._mesh, self._rank)
             for part in self._parts:
                 part.loss_chunk, part.temperature = spec.training.loss_chunk, spec.training.distillation.temperature
-                part.loss_compiled = spec.training.compile
+                part.compiled = spec.training.compile
                 add_adapters(part, spec.training.lora)
                 freeze(part, spec.training.optimizer.groups)
         computing = [

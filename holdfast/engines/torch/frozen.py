@@ -71,7 +71,7 @@ class FrozenModels:
             layout = replace(layout, experts=build_expert_mesh(topology.mesh, topology.device, model.experts))
         for part in parts:
             part.requires_grad_(False).loss_chunk = spec.training.loss_chunk
-            part.loss_compiled = spec.training.compile
+            part.compiled = spec.training.compile
             parallelize(part, spec.training, spec.parallel, layout, grid=None, sequence_shard=self._sequence)
             part.eval()  # its routers count no tokens
         return parts

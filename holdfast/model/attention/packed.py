@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 
 from holdfast.model.attention import flash, tiles
 from holdfast.model.attention.kernel import AttentionPattern, BackwardInputs, Kernel
+from holdfast.model.attention.rows import WIDTHS, row_attention
 from holdfast.model.attention.segments import Segments
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.model import LARGEST_HEAD
@@ -58,6 +59,9 @@ def packed_attention(
         v_BGSV = F.pad(v_BGSV, (0, common - value_width))
     out_BHTV: Tensor
     if torch.compiler.is_compiling():
+        plain = window is None and sinks_H is None and width == value_width and width in WIDTHS
+        if plain and segments.row_mask is not None and uses_flash(q_BHTK):
+            return row_attention(q_BHTK, k_BGSK, v_BGSV, segments.row_mask, scale)
         out_BHTV, _ = _opaque_forward(q_BHTK, k_BGSK, v_BGSV, sinks_H, segments.bounds, window, scale)
     else:
         pattern = AttentionPattern(segments, window, scale)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ class Segments:
 
     def __init__(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
         self.queries, self.keys = queries, keys
+        self.row: int | None = None  # the length of each, where they are known to be whole rows
+        self.row_mask: Any = None  # of compiled layers (see `rows`)
         lengths = [(q, k) for _, q, _, k in self.each()] if len(queries) == len(keys) else []
         fit = len(queries) == len(keys) and all(0 <= q <= k for q, k in lengths)
         if not fit or queries[:1] != (0,) or keys[:1] != (0,):
@@ -47,7 +50,9 @@ class Segments:
         """Each row is one document, cut into chunks of `chunk` positions if given."""
         starts = [row * length + at for row in range(rows) for at in range(0, length, chunk or length)]
         bounds = (*starts, rows * length)
-        return cls(bounds, bounds)
+        segments = cls(bounds, bounds)
+        segments.row = length if chunk is None else None
+        return segments
 
     @classmethod
     def of_documents(cls, document_BT: Tensor, chunk: int | None = None) -> Segments:

@@ -1,0 +1,125 @@
+"""Attention of whole rows inside compiled layers: the positions that are seen, and on a CUDA device the numbers."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from holdfast.engines.recompute import recompute
+from holdfast.model.attention.packed import packed_attention
+from holdfast.model.attention.rows import BLOCK, _mask, prepare_rows, row_attention
+from holdfast.model.attention.segments import Segments
+from holdfast.model.decoder import Decoder
+from holdfast.model.initialise import initialise
+from holdfast.rank.randomness import make_deterministic
+from holdfast.spec.model import Model
+from tests.model.test_packed_attention import of_lengths, random, visible, with_gradients
+
+ROW, VOCABULARY, CPU = 1024, 512, torch.device("cpu")
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
+with_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+
+
+@pytest.fixture
+def exact() -> Iterator[None]:
+    make_deterministic("exact", 1)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_mask_has_the_blocks_with_a_visible_key() -> None:
+    blocks = visible((ROW,), None).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
+    assert torch.equal(_mask(ROW, CPU).to_dense()[0, 0].bool(), blocks)
+
+
+def test_only_long_whole_rows_on_cuda_have_masks() -> None:
+    documents = torch.zeros(2, ROW, dtype=torch.int64)
+    others = Segments.of_documents(documents), Segments.of_rows(2, ROW, chunk=ROW), of_lengths(ROW, ROW)
+    for segments in (*others, Segments.of_rows(2, BLOCK), Segments.of_rows(2, ROW + 1)):
+        prepare_rows(segments, torch.device("cuda"))
+        assert not segments.row_mask, segments
+    whole = Segments.of_rows(2, ROW)
+    prepare_rows(whole, CPU)  # where the compiler has no backward
+    assert whole.row == ROW
+    assert not whole.row_mask
+
+
+@pytest.mark.slow
+@with_compiler
+def test_a_compiled_row_is_that_of_packed_attention() -> None:
+    q, k, v = random(2, 4, ROW, 64), random(2, 2, ROW, 64, seed=1), random(2, 2, ROW, 64, seed=2)
+    mask = _mask(ROW, CPU)
+    with torch.no_grad():
+        found = torch.compile(lambda q, k, v: row_attention(q, k, v, mask, 0.2))(q, k, v)
+    expected = packed_attention(q, k, v, Segments.of_rows(2, ROW), scale=0.2)
+    assert ((found - expected).norm() / expected.norm()).item() < 1e-6
+
+
+@on_cuda
+@pytest.mark.usefixtures("exact")
+def test_bits_of_a_row_do_not_depend_on_other_rows_or_the_run() -> None:
+    shapes = ((3, 4, ROW, 64), (3, 2, ROW, 64), (3, 2, ROW, 64), (3, 4, ROW, 64))
+    q, k, v, gradient = (random(*shape, dtype=torch.bfloat16, device="cuda", seed=n) for n, shape in enumerate(shapes))
+    mask = _mask(ROW, q.device)
+    attention = torch.compile(lambda q, k, v: row_attention(q, k, v, mask, 0.2))
+    together, again = (with_gradients(attention, gradient, q, k, v) for _ in range(2))
+    assert all(map(torch.equal, together, again))
+    for row in range(3):
+        here = slice(row, row + 1)
+        alone = with_gradients(attention, gradient[here], q[here], k[here], v[here])
+        assert all(torch.equal(a[here], b) for a, b in zip(together, alone, strict=True))
+    rows = Segments.of_rows(3, ROW)
+    expected = with_gradients(lambda *x: packed_attention(*x, rows, scale=0.2), gradient, q, k, v)
+    for actual, reference in zip(together, expected, strict=True):
+        assert ((actual - reference).float().norm() / reference.float().norm()).item() < 1e-2
+
+
+@on_cuda
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("kept", ["none", "selective", "full"])
+def test_a_compiled_model_takes_them_and_has_the_losses_of_an_eager_one(
+    kept: Literal["none", "selective", "full"],
+) -> None:
+    eager, compiled, again = (trained(how, kept) for how in (False, True, True))
+    assert "flex" not in eager[1]
+    assert "flex" in compiled[1]
+    assert torch.equal(compiled[0], again[0])
+    torch.testing.assert_close(compiled[0], eager[0], rtol=2e-3, atol=2e-3)
+
+
+def trained(compiled: bool, kept: Literal["none", "selective", "full"]) -> tuple[Tensor, str]:
+    """The losses of a batch after a step of gradient descent, and the names of the kernels of that step."""
+    shape = Model(layers=2, hidden=256, heads=4, kv_heads=2, context=ROW)
+    decoder = Decoder.empty(shape, VOCABULARY)
+    initialise(decoder, seed=1)
+    decoder = decoder.cuda()
+    decoder.compiled = compiled
+    for layer in decoder.model.layers:
+        recompute(layer, kept)
+        if compiled:
+            layer.compile()
+    tokens = torch.randint(VOCABULARY, (2, ROW + 1), generator=torch.Generator().manual_seed(1)).cuda()
+    segments = Segments.of_rows(2, ROW)
+
+    def losses() -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            found = decoder(tokens[:, :-1], tokens[:, 1:], segments, reduction="none")
+        assert isinstance(found, Tensor)
+        return found
+
+    losses().mean().backward()
+    decoder.zero_grad()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        losses().mean().backward()
+        torch.cuda.synchronize()
+    with torch.no_grad():
+        for weight in decoder.parameters():
+            assert weight.grad is not None
+            weight.sub_(weight.grad, alpha=0.1)
+    return losses().detach(), " ".join(event.name for event in profiler.events())
