@@ -1,7 +1,7 @@
 """Attention of whole rows inside a compiled layer: torch's `flex_attention`, which is compiled with the layer.
 
-A row of one document needs no bounds, and a program of the kernel computes a block of one row and head alone, without the
-other rows. Forward and backward have sums in one fixed order. The kernels' blocks are those of torch's table for
+A row of one document needs no bounds. A program of the kernel computes a block of one row and head, and does not see
+the other rows. Forward and backward have sums in one fixed order. The kernels' blocks are those of torch's table for
 the device, never chosen by timing. On an H200 they take 0.79 ms for 4 rows of 2,048 tokens and 16 heads of width 128,
 and the flash kernel takes 1.05 ms with either backward.
 """
