@@ -111,7 +111,9 @@ class ImportedState:
             rows, columns = self._weights.shapes[name]
             found = None if base is None else base.read(name, (rows, columns))
             if found is None:
-                found = nf4.quantise(torch.cat(list(self._weights.rows(name))))
+                slabs = [nf4.quantise(rows) for rows in self._weights.rows(name)]  # a row has whole blocks
+                codes, scales = (torch.cat(parts) for parts in zip(*slabs, strict=True))
+                found = codes, scales
                 if base is not None:
                     base.keep(name, found)
             self._packed = name, found

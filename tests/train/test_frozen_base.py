@@ -179,6 +179,19 @@ def test_a_base_is_quantised_once_and_read_afterwards_unless_an_object_is_damage
     assert (start(), start()) == (1, 0)
 
 
+def test_a_base_that_is_quantised_some_rows_at_a_time_has_the_same_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = weights(tmp_path)
+    expected = filled(base, None)
+    most, quantise = list[int](), nf4.quantise
+    monkeypatch.setattr("holdfast.model.hugging_face.SLAB_BYTES", 5 * 4 * 192)
+    monkeypatch.setattr(nf4, "quantise", lambda matrix: (most.append(matrix.numel()), quantise(matrix))[1])
+    found = filled(base, None)
+    assert max(most) <= 5 * 192
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+
+
 def _steps(rank: int, size: int, folder: Path, runs: list[tuple[Path, tuple[str, ...]]]) -> list[Steps]:
     join_exactly(folder, rank, size, always=True)
     results = []
