@@ -18,15 +18,19 @@ from holdfast.model.attention.segments import Segments
 from holdfast.spec.model import WHOLE_ROW
 
 BLOCK = 128  # positions of a block of the mask
+HOPPER = (9, 0)  # CUDA's number of it
 WIDTHS = (64, 128)  # of a head, for which torch has measured blocks
 # Each query sees a key, itself, and the blocks that a query reads are consecutive. With a window they would not be.
 OPTIONS = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
 
 
 def prepare_rows(segments: Segments, device: torch.device) -> None:
-    """Give segments that are whole, long rows on a CUDA device the mask of compiled layers without a window."""
+    """Give segments that are whole, long rows the mask of compiled layers without a window. Devices before Hopper keep
+    the flash kernel, which was made for them."""
     length = segments.row
-    if device.type == "cuda" and length is not None and length >= WHOLE_ROW and length % BLOCK == 0:
+    if device.type != "cuda" or length is None or length < WHOLE_ROW or length % BLOCK:
+        return
+    if torch.cuda.get_device_capability(device) >= HOPPER:
         segments.row_mask = _mask(length, device)
 
 
