@@ -42,6 +42,9 @@ class PackedDecoder:
         """The copy is of the present weights."""
         self._decoder = decoder
         self._eps = torch.tensor(decoder.shape.norm_epsilon, dtype=decoder.cos_TK.dtype)
+        signed_TK = decoder.sin_TK.clone()
+        signed_TK[:, : signed_TK.shape[1] // 2].neg_()  # of the second halves of heads, which come first
+        self._rotary_TCK = torch.stack((decoder.cos_TK, signed_TK), 1)
         self._layers = [_PackedLayer(cast(Layer, layer), decoder, self._eps) for layer in decoder.model.layers]
         self._head_DV = _packed([decoder.head_weight], decoder.model.norm)
         self._logits_BV = self._head_DV.new_empty(0)  # all calls use it, because large tensors take long to allocate
@@ -52,8 +55,7 @@ class PackedDecoder:
         if len(token_B) != len(self._logits_BV):
             self._logits_BV = self._head_DV.new_empty(len(token_B), self._head_DV.shape[1])
         x_BD = self._decoder.embed(token_B)
-        cos_B1K, sin_B1K = self._decoder.cos_TK[at_B][:, None], self._decoder.sin_TK[at_B][:, None]
-        sin_B1K[..., : sin_B1K.shape[2] // 2].neg_()  # the second halves of heads come first, with this sign
+        cos_B1K, sin_B1K = self._rotary_TCK[at_B].chunk(2, 1)
         for layer, cache in zip(self._layers, caches, strict=True):
             x_BD = layer.read(x_BD, cos_B1K, sin_B1K, cache)
         return torch.mm(_normalized(x_BD, self._eps), self._head_DV, out=self._logits_BV)
@@ -102,7 +104,8 @@ class _PackedLayer:
 
 def _packed(weights: Sequence[Tensor], norm: nn.RMSNorm | None = None) -> Tensor:
     """Matrices [F, D] with the same input as one [D, F]."""
-    packed_DF = torch.cat([weight_FD.T.contiguous() for weight_FD in weights], 1)
+    parts = [weight_FD.T.contiguous() for weight_FD in weights]
+    packed_DF = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return packed_DF if norm is None else packed_DF.mul_(_weight_of(norm)[:, None])
 
 
