@@ -269,10 +269,11 @@ class Model(Section):
 
     @property
     def packable(self) -> bool:
-        """Whether all layers are dense ones of Llama, Mistral or Qwen, which generation on the CPU packs."""
+        """Whether generation on the CPU packs the layers: narrow and dense ones of Llama, Mistral or Qwen."""
         preset, layers = self.preset, self.layer_shapes()
         return (
-            preset.norms == "pre"
+            self.hidden < 1024  # packed matrices of more columns are no faster
+            and preset.norms == "pre"
             and preset.activation == "silu"
             and not preset.latent
             and self.query_key_norms != "whole"

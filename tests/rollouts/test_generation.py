@@ -183,6 +183,7 @@ def test_other_layers_and_precisions_are_not_packed() -> None:
     families = [decoder_of(**SHAPES[name]) for name in ("windows", "sinks", "latents")]
     assert not any(is_packable(decoder) for decoder in families)
     assert not is_packable(decoder_of().bfloat16())
+    assert not is_packable(Decoder.empty(Model(layers=1, hidden=1024, heads=8, context=24), VOCABULARY))
     with torch.autocast("cpu", torch.bfloat16):
         assert not is_packable(decoder_of())
     adapted = decoder_of()
