@@ -22,6 +22,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch._dynamo.config
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -144,7 +145,7 @@ class _TokenLogprobs(torch.autograd.Function):
             product_CV = hidden_BTD[row, tokens] @ head_VD.T
             index_C, owned_C = _local_targets(targets_BT[row, tokens], first_token, len(head_VD))
             if compiled:
-                lse_C, target_C = _one_kernel(_lse_and_targets)(product_CV, index_C)
+                lse_C, target_C = _by_one_kernel(_lse_and_targets, product_CV, index_C)
                 lse_BT[row, tokens] = lse_C
                 logprobs_BT[row, tokens] = (target_C - lse_C).where(owned_C, 0)
                 continue
@@ -182,7 +183,7 @@ class _TokenLogprobs(torch.autograd.Function):
             index_CK, own_CK = index_C.view_as(gradient_CK), gradient_CK.where(owned_C.view_as(gradient_CK), 0)
             if ctx.compiled:
                 operands = lse_BT[row, tokens], gradient_CK[:, 0], index_C, own_CK[:, 0]
-                d_CV = _one_kernel(_gradient_of_logits)(x_CD @ head_VD.T, *operands)
+                d_CV = _by_one_kernel(_gradient_of_logits, x_CD @ head_VD.T, *operands)
             else:
                 gradient_C1 = gradient_CK.sum(1, keepdim=True)
                 d_CV = (x_CD @ head_VD.T).to(precise).sub_(lse_BT[row, tokens, None]).exp_().mul_(-gradient_C1)
@@ -218,9 +219,15 @@ def _gradient_of_logits(logits_CV: Tensor, lse_C: Tensor, gradient_C: Tensor, in
     return d_CV.to(logits_CV.dtype)
 
 
+def _by_one_kernel(function: Callable[..., Any], *operands: Tensor) -> Any:
+    """The function, compiled for each length of a chunk. If there were more lengths than torch compiles, it would use
+    the separate operations for the rest, without an error and with other bits."""
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        return _compiled(function)(*operands)
+
+
 @cache
-def _one_kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, compiled for each length of a chunk."""
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 

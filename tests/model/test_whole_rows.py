@@ -9,19 +9,22 @@ from typing import Literal
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
 from torch.profiler import ProfilerActivity, profile
 
 from holdfast.engines.recompute import recompute
+from holdfast.model.attention import rows
 from holdfast.model.attention.packed import packed_attention
-from holdfast.model.attention.rows import BLOCK, _mask, prepare_rows, row_attention
+from holdfast.model.attention.rows import BLOCK, prepare_rows, row_attention, row_mask
 from holdfast.model.attention.segments import Segments
 from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import initialise
 from holdfast.rank.randomness import make_deterministic
 from holdfast.spec.model import Model
-from tests.model.test_packed_attention import of_lengths, random, visible, with_gradients
+from tests.model.test_packed_attention import Recorder, of_lengths, random, visible, with_gradients
 
-ROW, VOCABULARY, CPU = 1024, 512, torch.device("cpu")
+ROW, VOCABULARY = 1024, 512
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
 with_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
 
@@ -33,16 +36,45 @@ def exact() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def test_a_mask_has_the_blocks_with_a_visible_key() -> None:
+def test_a_mask_is_the_one_that_torch_finds_with_all_scores() -> None:
+    mask = row_mask(ROW, CPU)
     blocks = visible((ROW,), None).unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK)).any(3).any(1)
-    assert torch.equal(_mask(ROW, CPU).to_dense()[0, 0].bool(), blocks)
+    assert torch.equal(mask.to_dense()[0, 0].bool(), blocks)
+    found = create_block_mask(mask.mask_mod, None, None, ROW, ROW, device="cpu", BLOCK_SIZE=BLOCK)
+    for kind in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = getattr(mask, f"{kind}_num_blocks"), getattr(mask, f"{kind}_indices")
+        assert torch.equal(counts, getattr(found, f"{kind}_num_blocks")), kind
+        for block, count in enumerate(counts[0, 0]):  # what comes after them is not read
+            expected = getattr(found, f"{kind}_indices")[0, 0, block, :count]
+            assert torch.equal(indices[0, 0, block, :count], expected), (kind, block)
+
+
+def test_a_mask_needs_no_tensor_of_all_scores() -> None:
+    row_mask.cache_clear()
+    with Recorder() as record:
+        row_mask(16 * ROW, CPU)
+    assert record.largest <= 8 * (16 * ROW // BLOCK) ** 2  # bytes of all pairs of blocks
+
+
+@pytest.mark.parametrize(
+    ("capability", "amd", "expected"), [((8, 0), None, False), ((9, 0), None, True), ((9, 4), "7.0", False)]
+)
+def test_long_whole_rows_have_a_mask_on_hopper(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], amd: str | None, expected: bool
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", amd)
+    monkeypatch.setattr(rows, "row_mask", lambda *about: about)
+    segments = Segments.of_rows(2, ROW)
+    prepare_rows(segments, CUDA)
+    assert segments.row_mask == ((ROW, CUDA) if expected else None)
 
 
 def test_only_long_whole_rows_on_cuda_have_masks() -> None:
     documents = torch.zeros(2, ROW, dtype=torch.int64)
     others = Segments.of_documents(documents), Segments.of_rows(2, ROW, chunk=ROW), of_lengths(ROW, ROW)
     for segments in (*others, Segments.of_rows(2, BLOCK), Segments.of_rows(2, ROW + 1)):
-        prepare_rows(segments, torch.device("cuda"))
+        prepare_rows(segments, CUDA)
         assert not segments.row_mask, segments
     whole = Segments.of_rows(2, ROW)
     prepare_rows(whole, CPU)  # where the compiler has no backward
@@ -54,7 +86,7 @@ def test_only_long_whole_rows_on_cuda_have_masks() -> None:
 @with_compiler
 def test_a_compiled_row_is_that_of_packed_attention() -> None:
     q, k, v = random(2, 4, ROW, 64), random(2, 2, ROW, 64, seed=1), random(2, 2, ROW, 64, seed=2)
-    mask = _mask(ROW, CPU)
+    mask = row_mask(ROW, CPU)
     with torch.no_grad():
         found = torch.compile(lambda q, k, v: row_attention(q, k, v, mask, 0.2))(q, k, v)
     expected = packed_attention(q, k, v, Segments.of_rows(2, ROW), scale=0.2)
@@ -66,7 +98,7 @@ def test_a_compiled_row_is_that_of_packed_attention() -> None:
 def test_bits_of_a_row_do_not_depend_on_other_rows_or_the_run() -> None:
     shapes = ((3, 4, ROW, 64), (3, 2, ROW, 64), (3, 2, ROW, 64), (3, 4, ROW, 64))
     q, k, v, gradient = (random(*shape, dtype=torch.bfloat16, device="cuda", seed=n) for n, shape in enumerate(shapes))
-    mask = _mask(ROW, q.device)
+    mask = row_mask(ROW, q.device)
     attention = torch.compile(lambda q, k, v: row_attention(q, k, v, mask, 0.2))
     together, again = (with_gradients(attention, gradient, q, k, v) for _ in range(2))
     assert all(map(torch.equal, together, again))
@@ -74,8 +106,8 @@ def test_bits_of_a_row_do_not_depend_on_other_rows_or_the_run() -> None:
         here = slice(row, row + 1)
         alone = with_gradients(attention, gradient[here], q[here], k[here], v[here])
         assert all(torch.equal(a[here], b) for a, b in zip(together, alone, strict=True))
-    rows = Segments.of_rows(3, ROW)
-    expected = with_gradients(lambda *x: packed_attention(*x, rows, scale=0.2), gradient, q, k, v)
+    segments = Segments.of_rows(3, ROW)
+    expected = with_gradients(lambda *x: packed_attention(*x, segments, scale=0.2), gradient, q, k, v)
     for actual, reference in zip(together, expected, strict=True):
         assert ((actual - reference).float().norm() / reference.float().norm()).item() < 1e-2
 

@@ -25,13 +25,13 @@ OPTIONS = {"ROWS_GUARANTEED_SAFE": True, "BLOCKS_ARE_CONTIGUOUS": True}
 
 
 def prepare_rows(segments: Segments, device: torch.device) -> None:
-    """Give segments that are whole, long rows the mask of compiled layers without a window. Devices before Hopper keep
-    the flash kernel, which was made for them."""
+    """Give segments that are whole, long rows the mask of compiled layers without a window. NVIDIA's devices before
+    Hopper keep the flash kernel, which was made for them, and so do AMD's, on which this one was not tried."""
     length = segments.row
     if device.type != "cuda" or length is None or length < WHOLE_ROW or length % BLOCK:
         return
-    if torch.cuda.get_device_capability(device) >= HOPPER:
-        segments.row_mask = _mask(length, device)
+    if torch.version.hip is None and torch.cuda.get_device_capability(device) >= HOPPER:
+        segments.row_mask = row_mask(length, device)
 
 
 def row_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Any, scale: float) -> Tensor:  # noqa: N803
@@ -46,11 +46,21 @@ def row_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Any, sca
 
 
 @cache
-def _mask(length: int, device: torch.device) -> Any:
-    """Which blocks of keys a block of queries reads: `torch.nn.attention.flex_attention.BlockMask`."""
-    from torch.nn.attention.flex_attention import create_block_mask
+def row_mask(length: int, device: torch.device) -> Any:
+    """The blocks of keys that a block of queries reads: `torch.nn.attention.flex_attention.BlockMask`.
+
+    Block i reads a part of block i, and all of the blocks before it. torch's `create_block_mask` finds this out with
+    a mask of length x length.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
     def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return key <= query
 
-    return create_block_mask(seen, None, None, length, length, device=device, BLOCK_SIZE=BLOCK)
+    blocks = torch.arange(length // BLOCK, dtype=torch.int32, device=device)
+    partial, whole = torch.ones_like(blocks), blocks  # how many of each
+    diagonal_first, in_order = (blocks[:, None] + blocks) % len(blocks), blocks.expand(len(blocks), -1).contiguous()
+    return BlockMask.from_kv_blocks(
+        partial[None, None], diagonal_first[None, None], whole[None, None], in_order[None, None],
+        BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(length, length),
+    )  # fmt: skip

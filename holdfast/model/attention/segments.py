@@ -17,7 +17,8 @@ class Segments:
 
     Segment n has the queries [queries[n], queries[n + 1]) of the B x T queries and the keys [keys[n], keys[n + 1]) of
     the B x S keys. The queries are the last positions of the keys (context parallelism has more keys than queries).
-    Segments do not change. They are no dataclass, because FSDP2 would copy one at every layer.
+    Segments do not change, but for the mask of compiled layers, which follows from them. They are no dataclass, because
+    FSDP2 would copy one at every layer.
     """
 
     def __init__(self, queries: tuple[int, ...], keys: tuple[int, ...]) -> None:
@@ -37,10 +38,14 @@ class Segments:
         self._on_device: dict[tuple[torch.device, int], tuple[Tensor, Tensor]] = {}
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Segments) and (self.queries, self.keys) == (other.queries, other.keys)
+        return isinstance(other, Segments) and self._values == other._values
 
     def __hash__(self) -> int:
-        return hash((self.queries, self.keys))
+        return hash(self._values)
+
+    @property
+    def _values(self) -> tuple[object, ...]:
+        return self.queries, self.keys, self.row
 
     def __repr__(self) -> str:
         return f"Segments({self.queries}, {self.keys})"
