@@ -35,13 +35,13 @@ if TYPE_CHECKING:
     from holdfast.components.train.result import TrainingResult
     from holdfast.corpus.batch import Batch
     from holdfast.pipelines.backends.interface import Backend, RunStatus
-    from holdfast.pipelines.backends.progress import Reached
     from holdfast.pipelines.fork import ForkedRun
     from holdfast.pipelines.view.catalog import RunRecord
     from holdfast.pipelines.view.rollouts import Rollouts
     from holdfast.scoring.comparison import Comparison
     from holdfast.scoring.verdict import Verdict
     from holdfast.telemetry.cost import Cost
+    from holdfast.telemetry.event_log import Reached
     from holdfast.telemetry.events import Event
     from holdfast.telemetry.ledger import Ledger
 
@@ -380,8 +380,8 @@ def backend_runs(at: Location) -> list[RunStatus]:
 
 def run_state(run: str, at: Location = AS_RECORDED) -> RunState:
     """The status of a run or a sweep by its backend, its progress, and its exit code. Needs no store."""
-    from holdfast.pipelines.backends.progress import reached
     from holdfast.pipelines.backends.record import find_record
+    from holdfast.telemetry.event_log import reached
 
     backend, backend_id = find_backend(run, at)
     status = backend.status(backend_id)

@@ -31,9 +31,8 @@ from holdfast.launch.exits import RankRecord
 from holdfast.launch.launches import read_launch
 from holdfast.launch.processes import die_with_parent
 from holdfast.rank.anomalies import Anomalies
-from holdfast.rank.batch_digest import BatchDigest
 from holdfast.rank.loop import train
-from holdfast.rank.observers import FinishedStep
+from holdfast.rank.observers import BatchDigest, FinishedStep
 from holdfast.rank.plan import plan_of, require_one_plan, require_recorded_plan
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import make_deterministic

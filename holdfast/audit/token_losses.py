@@ -19,8 +19,7 @@ from holdfast.dataset.vocabulary import UNCOUNTED
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.mesh import Mesh
 from holdfast.engines.torch.context import positions_of
-from holdfast.objectives.interface import ObjectiveInputs
-from holdfast.objectives.micro_batches import MicroBatch
+from holdfast.objectives.interface import MicroBatch, ObjectiveInputs
 from holdfast.objectives.next_token import NextToken
 from holdfast.rank.setup import rows_of_rank
 

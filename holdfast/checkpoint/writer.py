@@ -20,7 +20,7 @@ from typing import Any
 
 from holdfast.checkpoint.agent.buffers import Copy, Staging, free_buffers, laid_out
 from holdfast.checkpoint.agent.client import AgentClient
-from holdfast.checkpoint.agent.protocol import ROOM, VARIABLE, Outcome, Save, Writer, require_small
+from holdfast.checkpoint.agent.protocol import ROOM, VARIABLE, Outcome, Save, SaveRequest, Writer, require_small
 from holdfast.checkpoint.agent.store_writer import StoreWriter
 from holdfast.checkpoint.agent.tier_copies import TierCopies
 from holdfast.checkpoint.agent.worker import LocalSaver, as_failure
@@ -29,12 +29,11 @@ from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.catalogue import BoxSource, boxes_for
 from holdfast.checkpoint.gc import Collector
 from holdfast.checkpoint.load import load_newest, load_step
-from holdfast.checkpoint.local_tiers.record import Record
 from holdfast.checkpoint.local_tiers.tier_set import TierSet
+from holdfast.checkpoint.local_tiers.tier_writer import Record
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.reader import Checkpoint
 from holdfast.checkpoint.retention import Retention
-from holdfast.checkpoint.save_request import SaveRequest
 from holdfast.collectives import Gang
 from holdfast.spec.errors import (
     FencedError,

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from holdfast.inference.batch import AnswerBatch, AnswerJob, End, TokenSampling
-from holdfast.inference.model import AnsweringModel, PromptError
-from holdfast.inference.text import TextStream
+from holdfast.inference.model import AnsweringModel, PromptError, TextStream
 from holdfast.spec.errors import DataError
 
 

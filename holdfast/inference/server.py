@@ -21,9 +21,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from holdfast.inference.answers import CHAT, COMPLETION, Answers, Limits, RequestError
+from holdfast.inference.answers import CHAT, COMPLETION, Answers, Counters, Limits, RequestError
 from holdfast.inference.batch import AnswerBatch
-from holdfast.inference.counters import Counters
 from holdfast.inference.model import AnsweringModel, Ends, PromptError
 from holdfast.inference.protocol import AnswerRequest, ChatRequest, CompletionRequest, choice, problem
 from holdfast.spec.errors import UsageError

@@ -17,8 +17,7 @@ from torch import Tensor
 from holdfast.code.load import describe
 from holdfast.code.resolve import bind, entered_folder
 from holdfast.model.token_logprobs import IGNORED
-from holdfast.objectives.interface import Need, ObjectiveInputs
-from holdfast.objectives.micro_batches import MicroBatch
+from holdfast.objectives.interface import MicroBatch, Need, ObjectiveInputs
 from holdfast.objectives.next_token import counted_tokens
 from holdfast.spec.errors import UserCodeError
 from holdfast.spec.training import ObjectiveChoice

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from holdfast.dataset.vocabulary import UNCOUNTED
 from holdfast.model.token_logprobs import IGNORED
-from holdfast.objectives.interface import Need, ObjectiveInputs
-from holdfast.objectives.micro_batches import MicroBatch
+from holdfast.objectives.interface import MicroBatch, Need, ObjectiveInputs
 from holdfast.spec.rollout import Grpo
 
 

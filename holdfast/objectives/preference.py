@@ -16,8 +16,7 @@ from torch import Tensor
 from holdfast.dataset.vocabulary import ENDS, UNCOUNTED
 from holdfast.model.decoder import numbered
 from holdfast.model.token_logprobs import IGNORED
-from holdfast.objectives.interface import Need, ObjectiveInputs
-from holdfast.objectives.micro_batches import MicroBatch
+from holdfast.objectives.interface import MicroBatch, Need, ObjectiveInputs
 
 CERTAIN = -(2.0**-20)  # the highest mean log-probability of an answer's tokens whose odds are computed
 

@@ -17,8 +17,7 @@ from torch import Tensor
 from holdfast.dataset.vocabulary import ENDS, UNCOUNTED, UNDESIRABLE
 from holdfast.model.decoder import numbered
 from holdfast.model.token_logprobs import IGNORED
-from holdfast.objectives.interface import Need, ObjectiveInputs
-from holdfast.objectives.micro_batches import MicroBatch
+from holdfast.objectives.interface import MicroBatch, Need, ObjectiveInputs
 from holdfast.objectives.preference import by_document
 
 UNIT = 2.0**-20  # nats; divergences are added as integers, so that their sum has no order

@@ -31,7 +31,6 @@ from holdfast.launch.exits import RankRecord, reporting_end
 from holdfast.launch.launches import LaunchRecord, read_launch
 from holdfast.launch.processes import die_with_parent
 from holdfast.rank.anomalies import Anomalies
-from holdfast.rank.batch_digest import BatchDigest
 from holdfast.rank.checkpoint_policy import CheckpointPolicy, failures_before, near_tiers, upload_rate
 from holdfast.rank.hang_reporting import enable_watchdog
 from holdfast.rank.health_gate import check_health
@@ -41,7 +40,7 @@ from holdfast.rank.measure.micro_batch import choose_micro_batch
 from holdfast.rank.measure.phase_timer import PhaseTimeReporter
 from holdfast.rank.measure.profile import Profiler
 from holdfast.rank.measure.throughput import Throughput
-from holdfast.rank.observers import History, Observer, Progress, UserObserver
+from holdfast.rank.observers import BatchDigest, History, Observer, Progress, UserObserver
 from holdfast.rank.plan import claim
 from holdfast.rank.preemption import PreemptionSignal
 from holdfast.rank.randomness import make_deterministic

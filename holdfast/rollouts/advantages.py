@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from holdfast.dataset.vocabulary import ENDS, UNCOUNTED
-from holdfast.objectives.micro_batches import with_scores
+from holdfast.objectives.interface import with_scores
 from holdfast.rollouts.records import Unit
 from holdfast.spec.parallel import Parallel
 

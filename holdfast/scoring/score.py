@@ -23,8 +23,7 @@ from holdfast.dataset.vocabulary import ENDS, ID, NO_TOKEN, UNCOUNTED
 from holdfast.model.attention.segments import Segments
 from holdfast.model.decoder import Decoder, numbered
 from holdfast.model.token_logprobs import CHUNK, token_logprobs
-from holdfast.objectives.interface import ObjectiveInputs
-from holdfast.objectives.micro_batches import micro_batches
+from holdfast.objectives.interface import ObjectiveInputs, micro_batches
 from holdfast.objectives.preference import RewardModel
 from holdfast.scoring.own import number_of
 from holdfast.scoring.verdict import Measured

@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from holdfast.runtime.exits import code_of, join_within
@@ -22,7 +23,7 @@ from holdfast.store import ObjectInfo, Store, layout
 from holdfast.store.parallel import in_parallel
 from holdfast.telemetry.channel import add_listener, emit, events_in, set_source
 from holdfast.telemetry.event_folding import MOST, condense, is_fold
-from holdfast.telemetry.events import Event, StepBegan, StepEnded, WarningIssued
+from holdfast.telemetry.events import Event, Progress, StepBegan, StepEnded, WarningIssued
 from holdfast.telemetry.serving import show_traces
 
 FLUSH_SECONDS = 5.0  # delay from an event of a stream to the store; a notable one is written immediately
@@ -317,3 +318,33 @@ class PipeEvents:
                 if len(events) + len(fresh) > MOST:
                     events, fresh = _fewer([*events, *self._once.of(fresh)]), []
         return sorted([*events, *self._once.of(fresh)], key=_order)
+
+
+@dataclass(frozen=True)
+class Reached:
+    """The newest progress that the ranks reported."""
+
+    step: int
+    steps: int
+    loss: float | None  # nats per token
+    tokens_per_second: float | None  # None for a script
+    seconds_left: float
+    time: float  # of the report, in unix seconds
+    text: str
+
+
+def reached(store: Store, run_id: str) -> Reached | None:
+    """The newest reported step of a run; None before the first. Reads only the newest events."""
+    for events in newest_objects(store, run_id):
+        if reports := [event for event in events if isinstance(event, Progress)]:
+            newest = max(reports, key=lambda event: (event.time, event.step))
+            return Reached(
+                newest.step,
+                newest.steps,
+                newest.loss,
+                newest.tokens_per_second,
+                newest.seconds_left,
+                newest.time,
+                newest.text,
+            )
+    return None

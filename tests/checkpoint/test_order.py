@@ -24,9 +24,8 @@ from holdfast.checkpoint.compress import Compression
 from holdfast.checkpoint.gc import Collector
 from holdfast.checkpoint.index import Index
 from holdfast.checkpoint.local_tiers.peers import Endpoint, Neighbour, Remote
-from holdfast.checkpoint.local_tiers.record import Record, record_key
 from holdfast.checkpoint.local_tiers.tier import Tier
-from holdfast.checkpoint.local_tiers.tier_writer import TierWriter, whole_steps
+from holdfast.checkpoint.local_tiers.tier_writer import Record, TierWriter, record_key, whole_steps
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.collectives import Gang

@@ -12,8 +12,7 @@ import pytest
 from holdfast.corpus import divide, duplicates, identify, prepare, tokenise, units
 from holdfast.corpus.decontamination import TaskNgrams, tasks_digest
 from holdfast.corpus.duplicates import near_repeats
-from holdfast.corpus.minhash import BAND_BYTES, MinHash
-from holdfast.corpus.ngrams import _words, ngrams, word_hashes
+from holdfast.corpus.ngrams import BAND_BYTES, MinHash, _words, ngrams, word_hashes
 from holdfast.spec.data import Decontamination, NearDuplicates
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import open_store

@@ -12,7 +12,7 @@ from typing import Any
 from holdfast.checkpoint import read_manifest
 from holdfast.dataset import Dataset
 from holdfast.engines.assignment import Assignment
-from holdfast.rank.batch_digest import samples_digest
+from holdfast.rank.observers import samples_digest
 from holdfast.store import Store, layout
 from holdfast.telemetry import read_events, read_history
 from holdfast.telemetry.events import SaveCommitted

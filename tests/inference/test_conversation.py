@@ -11,8 +11,7 @@ from typer.testing import CliRunner
 
 from holdfast.inference.batch import TokenSampling
 from holdfast.inference.conversation import Conversation
-from holdfast.inference.model import AnsweringModel, Ends, PromptError
-from holdfast.inference.text import TextStream
+from holdfast.inference.model import AnsweringModel, Ends, PromptError, TextStream
 from holdfast.model.files import Folder
 from holdfast.model.generate import generate
 from holdfast.pipelines.cli import app

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from holdfast.dataset.vocabulary import ENDS, UNCOUNTED
 from holdfast.model.token_logprobs import IGNORED
-from holdfast.objectives.interface import ObjectiveInputs, count_terms, metrics_of, weighted
-from holdfast.objectives.micro_batches import micro_batches, with_scores
+from holdfast.objectives.interface import ObjectiveInputs, count_terms, metrics_of, micro_batches, weighted, with_scores
 from holdfast.objectives.policy import policy_objective
 from holdfast.rollouts.advantages import advantages_of
 from holdfast.spec.rollout import Grpo

@@ -28,12 +28,11 @@ from holdfast.checkpoint import (
     tree,
 )
 from holdfast.checkpoint.agent import store_writer
-from holdfast.checkpoint.agent.protocol import Writer
+from holdfast.checkpoint.agent.protocol import SaveRequest, Writer
 from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.manifest import Manifest
 from holdfast.checkpoint.retention import Retention
-from holdfast.checkpoint.save_request import SaveRequest
 from holdfast.spec.errors import (
     FencedError,
     HoldfastError,

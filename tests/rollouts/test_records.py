@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from holdfast.dataset.vocabulary import ENDS, ID, UNCOUNTED
-from holdfast.objectives.micro_batches import micro_batches
+from holdfast.objectives.interface import micro_batches
 from holdfast.rollouts.advantages import advantages_of, has_signal, rows_of, scored_rows
 from holdfast.rollouts.records import Answer, LotRecord, Unit, find_record, logprobs_key, record_key
 from holdfast.spec.errors import DataError, SpecError

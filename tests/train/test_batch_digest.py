@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from holdfast.collectives import Gang
-from holdfast.rank.batch_digest import BatchDigest, samples_digest
+from holdfast.rank.observers import BatchDigest, samples_digest
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join
 

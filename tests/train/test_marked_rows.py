@@ -10,8 +10,7 @@ from transformers import LlamaForCausalLM
 
 from holdfast.dataset.vocabulary import ENDS, NO_TOKEN, UNCOUNTED
 from holdfast.model.token_logprobs import IGNORED
-from holdfast.objectives.interface import count_terms
-from holdfast.objectives.micro_batches import micro_batches
+from holdfast.objectives.interface import count_terms, micro_batches
 from holdfast.objectives.next_token import NextToken
 from holdfast.scoring.score import score
 from tests.model.tiny_model import decoder, export, shape

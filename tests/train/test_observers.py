@@ -14,8 +14,7 @@ import torch
 from holdfast.checkpoint import Attempt
 from holdfast.collectives import Gang
 from holdfast.engines.interface import StepOutput
-from holdfast.rank.batch_digest import BatchDigest
-from holdfast.rank.observers import FinishedStep, History
+from holdfast.rank.observers import BatchDigest, FinishedStep, History
 from holdfast.spec.errors import DivergedError
 from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import read_history

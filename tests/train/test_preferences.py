@@ -18,8 +18,7 @@ from holdfast.model.decoder import Decoder
 from holdfast.model.initialise import initialise
 from holdfast.model.lora import add_adapters, is_adapter
 from holdfast.model.token_logprobs import IGNORED
-from holdfast.objectives.interface import ObjectiveInputs, count_terms
-from holdfast.objectives.micro_batches import micro_batches
+from holdfast.objectives.interface import ObjectiveInputs, count_terms, micro_batches
 from holdfast.objectives.preference import DirectPreference
 from holdfast.spec import Spec
 from tests.checkpoint.ranks import in_ranks

@@ -19,7 +19,7 @@ from holdfast.checkpoint import Attempt
 from holdfast.engines.interface import StepOutput
 from holdfast.pipelines.view.profiles import ON_PROCESSOR, operations
 from holdfast.rank.measure import profile
-from holdfast.rank.measure.phase_ranges import NVTX_VARIABLE, requested_ranges
+from holdfast.rank.measure.phase_timer import NVTX_VARIABLE, requested_ranges
 from holdfast.rank.measure.profile import Profiler
 from holdfast.rank.observers import FinishedStep
 from holdfast.spec.errors import PreemptedError, SpecError

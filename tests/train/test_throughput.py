@@ -14,11 +14,10 @@ from holdfast.engines.interface import StepOutput
 from holdfast.model.initialise import flops_per_token
 from holdfast.planning import ACCELERATORS
 from holdfast.planning.hardware import by_device
-from holdfast.rank.batch_digest import BatchDigest
 from holdfast.rank.measure.energy_meter import Meter
 from holdfast.rank.measure.phase_timer import PhaseTimeReporter
 from holdfast.rank.measure.throughput import Throughput
-from holdfast.rank.observers import FinishedStep, History, Progress
+from holdfast.rank.observers import BatchDigest, FinishedStep, History, Progress
 from holdfast.telemetry import events, phases
 from holdfast.telemetry.channel import PIPE
 from holdfast.telemetry.event_log import PipeEvents

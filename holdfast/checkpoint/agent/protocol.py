@@ -16,10 +16,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from holdfast.checkpoint.fingerprint import StateDigest
 from holdfast.checkpoint.local_tiers.peers import Endpoint
 from holdfast.checkpoint.local_tiers.tier import Tier
 from holdfast.checkpoint.retention import Retention
-from holdfast.checkpoint.save_request import SaveRequest
 from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.plan import Plan, Segment, continued
 
@@ -30,6 +30,23 @@ TICK_SECONDS = 1.0  # interval of an idle agent's messages
 MAX_MESSAGE = 1 << 26  # bytes: a table of some 400,000 boxes
 ROOM = 1 << 24  # bytes of MAX_MESSAGE for the rest of a save: metrics since the previous one
 _LENGTH = struct.Struct("<I")
+
+
+class SaveRequest(BaseModel):
+    """One save of one writer. The rank makes it. It travels unchanged to the process that makes the copy durable."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+    step: int = Field(ge=0)
+    scalars: dict[str, int | float] = {}
+    attachments: dict[str, str] = {}  # objects to be written just before the commit: key -> text
+    tiers: tuple[str, ...] = ()  # the names of the local tiers that keep it
+    committed: bool = True  # whether it becomes a checkpoint
+    digest: StateDigest | None = None  # of the writer's boxes, where it is known
+
+    def with_digest(self, digest: StateDigest | None) -> SaveRequest:
+        """This request with the digest of the boxes."""
+        return self.model_copy(update={"digest": digest})
 
 
 class _Message(BaseModel):

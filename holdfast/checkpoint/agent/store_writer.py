@@ -7,13 +7,12 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.checkpoint.agent.protocol import Writer
+from holdfast.checkpoint.agent.protocol import SaveRequest, Writer
 from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.commit import Committer
 from holdfast.checkpoint.compress import Compression
 from holdfast.checkpoint.gc import Collector
-from holdfast.checkpoint.save_request import SaveRequest
 from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.checkpoint.tree import FANOUT
 from holdfast.spec.errors import HoldfastError

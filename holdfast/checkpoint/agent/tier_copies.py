@@ -7,15 +7,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from holdfast.checkpoint.agent.protocol import Writer
+from holdfast.checkpoint.agent.protocol import SaveRequest, Writer
 from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.fingerprint import StateDigest
 from holdfast.checkpoint.local_tiers.peers import Neighbour
-from holdfast.checkpoint.local_tiers.record import Record
 from holdfast.checkpoint.local_tiers.tier import TierLock
-from holdfast.checkpoint.local_tiers.tier_writer import TierWriter
-from holdfast.checkpoint.save_request import SaveRequest
+from holdfast.checkpoint.local_tiers.tier_writer import Record, TierWriter
 
 
 class TierCopies:

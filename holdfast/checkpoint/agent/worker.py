@@ -16,11 +16,10 @@ from typing import Protocol
 import torch
 
 from holdfast.checkpoint.agent.buffers import boxes_in
-from holdfast.checkpoint.agent.protocol import Outcome, Save
+from holdfast.checkpoint.agent.protocol import Outcome, Save, SaveRequest
 from holdfast.checkpoint.agent.tier_copies import TierCopies
 from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.local_tiers.peers import Server
-from holdfast.checkpoint.save_request import SaveRequest
 from holdfast.spec.errors import FencedError, HoldfastError, NoSpaceError, StoreUnreachableError
 
 log = logging.getLogger("holdfast.checkpoint")

@@ -27,9 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from holdfast.checkpoint.index import MAX_INDEX_BYTES
 from holdfast.checkpoint.local_tiers.channel import Channel
-from holdfast.checkpoint.local_tiers.record import record_key
 from holdfast.checkpoint.local_tiers.tier import Tier, require_room, touch
-from holdfast.checkpoint.local_tiers.tier_writer import Step, prune
+from holdfast.checkpoint.local_tiers.tier_writer import Step, prune, record_key
 from holdfast.checkpoint.shard_writer import writer_name
 from holdfast.collectives import Gang
 from holdfast.runtime import sealing

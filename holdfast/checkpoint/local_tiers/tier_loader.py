@@ -24,9 +24,8 @@ from holdfast.checkpoint.commit import node_name, require_whole
 from holdfast.checkpoint.fingerprint import scalars_digest
 from holdfast.checkpoint.index import Header, Index, Totals, pack_table
 from holdfast.checkpoint.local_tiers.peers import Nodes, Remote
-from holdfast.checkpoint.local_tiers.record import Record, record_key
 from holdfast.checkpoint.local_tiers.tier import Tier
-from holdfast.checkpoint.local_tiers.tier_writer import Step, whole_steps
+from holdfast.checkpoint.local_tiers.tier_writer import Record, Step, record_key, whole_steps
 from holdfast.checkpoint.manifest import Manifest, content_digest
 from holdfast.checkpoint.reader import Checkpoint
 from holdfast.checkpoint.shard_writer import writer_name

@@ -12,7 +12,6 @@ from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.catalogue import BoxSource
 from holdfast.checkpoint.lineage import newest_commit
 from holdfast.checkpoint.local_tiers.peers import Nodes
-from holdfast.checkpoint.local_tiers.record import Record
 from holdfast.checkpoint.local_tiers.tier import (
     STALE_SECONDS,
     Tier,
@@ -22,7 +21,7 @@ from holdfast.checkpoint.local_tiers.tier import (
     remove_stale,
 )
 from holdfast.checkpoint.local_tiers.tier_loader import Found, TierLoader, record_start
-from holdfast.checkpoint.local_tiers.tier_writer import clear
+from holdfast.checkpoint.local_tiers.tier_writer import Record, clear
 from holdfast.collectives import Gang
 from holdfast.store import Store
 

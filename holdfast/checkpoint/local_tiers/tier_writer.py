@@ -3,6 +3,9 @@
 Two steps are kept because ranks are not equally far. While one writes step n + 1, another may still write step n; then
 n - 1 is the newest step that all have. A step is written anew, packs and index, and references no other one. Failures
 are logged and fail no save.
+
+The record of a step says what a root would say apart from tensors. Writer 0 keeps it with its part. It contains its
+own digest, and one that does not match it is ignored.
 """
 
 from __future__ import annotations
@@ -13,14 +16,19 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.fingerprint import StateDigest
-from holdfast.checkpoint.local_tiers.record import Record, record_key
 from holdfast.checkpoint.local_tiers.tier import Tier, require_room, touch
+from holdfast.checkpoint.manifest import content_digest
 from holdfast.checkpoint.shard_writer import ShardWriter, writer_name
-from holdfast.spec.errors import NoSpaceError
+from holdfast.spec.errors import DataError, NoSpaceError
+from holdfast.spec.json_parsing import parse_json_object
+from holdfast.spec.plan import Segment
 from holdfast.store import Store, layout
 
 log = logging.getLogger("holdfast.checkpoint")
@@ -30,6 +38,49 @@ MARGIN = 1 << 20  # bytes for the index and the record of a step
 _STEP = re.compile(r"/(?:indexes|packs)/(\d{6,})-(\d{9,})[-/]")
 
 Step = tuple[int, int]  # attempt, step
+
+
+class Record(BaseModel):
+    """A local-tier step."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    run_id: str
+    step: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    writers: int = Field(ge=1)
+    created: float  # Unix seconds
+    describe: dict[str, Any]  # fields of a manifest that do not change: dataset_id, layout, random
+    segments: tuple[Segment, ...] = ()
+    history: tuple[tuple[int, int], ...] = ()
+    scalars: dict[str, int | float] = {}
+    attachments: dict[str, str] = {}  # objects that a commit would write: key -> text
+
+    @property
+    def fingerprint(self) -> str:
+        """Fingerprint of the plan that it was computed under; empty if unknown."""
+        return self.segments[-1].fingerprint if self.segments else ""
+
+    def to_bytes(self) -> bytes:
+        """The record as it is stored."""
+        body = self.model_dump_json().encode()
+        return content_digest(body).encode() + b"\n" + body
+
+    @classmethod
+    def from_bytes(cls, data: bytes, source: str) -> Record:
+        """Read a stored record. Raises DataError for anything but an intact one."""
+        stored_digest, _, body = data.partition(b"\n")
+        if stored_digest != content_digest(body).encode():
+            raise DataError(f"{source}: the record does not match its digest")
+        try:
+            return cls.model_validate(parse_json_object(body, source))
+        except ValidationError as error:
+            raise DataError(f"{source}: the record is not valid: {error}") from None
+
+
+def record_key(run_id: str, attempt: int, step: int) -> str:
+    """The key at which writer 0 keeps it."""
+    return f"{layout.indexes(run_id, attempt, step)}record.json"
 
 
 class TierWriter:

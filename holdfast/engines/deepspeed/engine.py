@@ -30,8 +30,7 @@ from holdfast.engines.torch.optimizers import parameter_groups
 from holdfast.engines.weights import MOMENTS
 from holdfast.launch.device import local_device
 from holdfast.model.decoder import Decoder
-from holdfast.objectives.interface import Objective, ObjectiveInputs, count_terms, metrics_of, weighted
-from holdfast.objectives.micro_batches import micro_batches
+from holdfast.objectives.interface import Objective, ObjectiveInputs, count_terms, metrics_of, micro_batches, weighted
 from holdfast.objectives.table import build_objective
 from holdfast.telemetry import phases
 

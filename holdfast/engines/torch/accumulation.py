@@ -26,8 +26,7 @@ from holdfast.engines.torch.parameters import TrainedParameters
 from holdfast.engines.torch.pipeline import ForwardPipeline, Pipeline
 from holdfast.engines.torch.tied import TiedEnds
 from holdfast.model.token_logprobs import Likeliest
-from holdfast.objectives.interface import ObjectiveInputs, weights_of
-from holdfast.objectives.micro_batches import MicroBatch
+from holdfast.objectives.interface import MicroBatch, ObjectiveInputs, weights_of
 from holdfast.objectives.unpaired import divergence_sums
 from holdfast.telemetry import phases
 

@@ -19,8 +19,7 @@ from holdfast.engines.torch.scaling import LossScale
 from holdfast.model.decoder import Decoder
 from holdfast.model.lora import without_adapters
 from holdfast.model.token_logprobs import IGNORED, Likeliest
-from holdfast.objectives.interface import Objective, ObjectiveInputs, weighted
-from holdfast.objectives.micro_batches import MicroBatch, micro_batches
+from holdfast.objectives.interface import MicroBatch, Objective, ObjectiveInputs, micro_batches, weighted
 from holdfast.telemetry import phases
 
 

@@ -32,7 +32,7 @@ from torch.distributed.pipelining import (
 from holdfast.engines.mesh import STAGES_EACH, Mesh
 from holdfast.model.attention.segments import Segments
 from holdfast.model.decoder import Charged, Decoder
-from holdfast.objectives.micro_batches import MicroBatch
+from holdfast.objectives.interface import MicroBatch
 from holdfast.planning.schedule import split
 from holdfast.spec.model import Model
 from holdfast.spec.parallel import Parallel

@@ -23,13 +23,11 @@ import typer
 from holdfast.pipelines.cli import (
     audit,
     checkpoints,
-    compile_,
-    doctor,
     inference,
     kubeflow,
+    machines,
     models,
     monitoring,
-    rollouts,
     run,
     runs,
     shell,
@@ -37,14 +35,11 @@ from holdfast.pipelines.cli import (
     specs,
     sweep,
 )
-from holdfast.pipelines.cli.calibrate import calibrate
 from holdfast.pipelines.cli.chaos import chaos
 from holdfast.pipelines.cli.data import data
-from holdfast.pipelines.cli.health import health
 from holdfast.pipelines.cli.options import err, out, print_json, with_options
 from holdfast.pipelines.cli.plan import plan
 from holdfast.pipelines.cli.simulate import simulate
-from holdfast.pipelines.cli.trigger import trigger
 from holdfast.runtime.environment import give_home, home, make_folder
 from holdfast.runtime.output import ReaderGoneError, outlive_reader, prepare_streams, watch_reader
 from holdfast.runtime.secrets import redact
@@ -69,7 +64,7 @@ app = typer.Typer(
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        out(f"holdfast {doctor.installed()}")
+        out(f"holdfast {machines.installed()}")
         raise typer.Exit
 
 
@@ -96,7 +91,7 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "shell": shell.shell,
         "stop": runs.stop,
         "fork": audit.fork,
-        "rollouts": rollouts.rollouts,
+        "rollouts": show.rollouts,
         "report": monitoring.report,
         "profile": monitoring.profile,
     },
@@ -105,17 +100,17 @@ PANELS: dict[str, dict[str, Callable[..., None]]] = {
         "validate": specs.validate,
         "data": data,
         "verify": specs.verify,
-        "compile": compile_.compile_,
+        "compile": specs.compile_,
         "plan": plan,
-        "trigger": trigger,
+        "trigger": specs.trigger,
     },
     "Models": {"chat": inference.chat, "serve": inference.serve, "ui": models.ui},
     "Kubeflow": {"upload": kubeflow.upload, "schedule": kubeflow.schedule},
     "Clusters and this machine": {
-        "doctor": doctor.doctor,
-        "health": health,
+        "doctor": machines.doctor,
+        "health": machines.health,
         "chaos": chaos,
-        "calibrate": calibrate,
+        "calibrate": machines.calibrate,
         "simulate": simulate,
     },
 }

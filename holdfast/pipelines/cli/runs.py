@@ -198,7 +198,7 @@ def compare(
     Example: holdfast runs compare --where "tag == sweep-7" --sort loss
     """
     from holdfast.pipelines.view.catalog import all_runs, find_run
-    from holdfast.pipelines.view.run_comparison import write_page
+    from holdfast.pipelines.view.comparison import write_page
     from holdfast.pipelines.view.run_filter import select_runs
     from holdfast.runtime.environment import home
 

@@ -1,24 +1,25 @@
-"""`holdfast show`: one run or sweep, as a summary or in one of several views."""
+"""`holdfast show`: one run or sweep, as a summary or in one of several views. `holdfast rollouts`: its answers."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from holdfast import api
 from holdfast.pipelines.backends import BACKENDS, WITH_ENDPOINT, capabilities_of
-from holdfast.pipelines.cli.options import AsJson, BackendOptions, RunName, err, open_chosen, out, print_json
+from holdfast.pipelines.cli.options import AsJson, BackendOptions, RunName, StoreRoot, err, open_chosen, out, print_json
 from holdfast.pipelines.cli.runs import note_unreadable
 from holdfast.spec.errors import MissingError, StoreUnreachableError
 
 if TYPE_CHECKING:
     from holdfast.pipelines.backends.interface import RunStatus
-    from holdfast.pipelines.backends.progress import Reached
     from holdfast.pipelines.view.catalog import RunRecord
     from holdfast.store import Store
+    from holdfast.telemetry.event_log import Reached
 
 PRICES = ("accelerator_hour", "kilowatt_hour", "carbon_per_kilowatt_hour")
 
@@ -193,3 +194,31 @@ def _prices(given: list[str]) -> dict[str, Any]:
                 f"{item!r} is not NAME=VALUE with one of {', '.join(PRICES)} and a number from 0", param_hint="--price"
             )
     return prices
+
+
+def rollouts(
+    run: RunName,
+    step: Annotated[
+        int | None, typer.Option("--step", min=1, help="A step. Default: the newest answers.", show_default=False)
+    ] = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Write an HTML page instead.", show_default=False)
+    ] = None,
+    store: StoreRoot = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show the answers that a step learned from: prompts, answers, rewards and advantages.
+
+    Answers are recorded by runs with `training.objective: grpo`. See docs/rl.md.
+
+    Example: holdfast rollouts sums --step 100
+    """
+    from holdfast.pipelines.view.rollouts import print_rollouts, write_page
+
+    found = api.Run(run, store).rollouts(step)
+    if as_json:
+        print_json(asdict(found))
+    elif output is not None:
+        out(str(write_page(found, output)))
+    else:
+        print_rollouts(found)

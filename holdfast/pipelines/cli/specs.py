@@ -1,4 +1,4 @@
-"""`holdfast validate`, and for training scripts `holdfast init` and `holdfast verify`."""
+"""`holdfast validate`, `compile` and `trigger`, and for training scripts `holdfast init` and `holdfast verify`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ from typing import Annotated, Any
 import typer
 
 from holdfast.api.planning import candidates_of, micro_batch_trial
-from holdfast.api.specs import identify, missing_sources
+from holdfast.api.specs import Target, compile_spec, identify, missing_sources, target_of
 from holdfast.api.specs import schema as schema_of_specs
-from holdfast.pipelines.cli.options import AsJson, Overrides, Salt, SpecFile, out, print_json
-from holdfast.spec.errors import DataError, MissingError, UsageError
+from holdfast.pipelines.cli.options import (
+    AsJson,
+    Image,
+    Overrides,
+    Salt,
+    SpecFile,
+    SpecOptions,
+    StoreRoot,
+    out,
+    print_json,
+)
+from holdfast.pipelines.cli.sweep import ConcurrentTrials, Over
+from holdfast.spec.errors import DataError, ExitCode, MissingError, UsageError
 
 
 def validate(
@@ -176,3 +187,63 @@ def _imported(node: ast.AST) -> list[str]:
     if isinstance(node, ast.Import):
         return [alias.name.partition(".")[0] for alias in node.names]
     return [(node.module or "").partition(".")[0]] if isinstance(node, ast.ImportFrom) else []
+
+
+def trigger(
+    spec: SpecOptions,
+    store: StoreRoot = "",
+    salt: Annotated[str, typer.Option(help="The salt that the retraining would have.", show_default=False)] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole decision as JSON.")] = False,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help="End with 4 when nothing is due.")] = False,
+) -> None:
+    """Print whether a retraining is due, and why. Trains nothing.
+
+    Example: holdfast trigger examples/quickstart.yaml --exit-code && holdfast run examples/quickstart.yaml
+    """
+    from holdfast.api.specs import trigger as decide
+
+    decision = decide(spec.load(), store=store, salt=salt)
+    out(decision.model_dump_json(indent=2) if as_json else f"{decision.word.replace('_', ' ')}: {decision.reason}")
+    raise typer.Exit(int(ExitCode.NOT_DUE if exit_code and not decision.due else ExitCode.OK))
+
+
+def compile_(
+    spec: SpecOptions,
+    target: Annotated[
+        str,
+        typer.Option(
+            metavar="TARGET",
+            autocompletion=lambda: [one.value for one in Target],
+            help="kfp, argo, slurm and rayjob: the whole pipeline; kserve and deployment: what serves its champion; "
+            "deepspeed: the configuration of its engine; form: the spec as JSON, to paste into Kubeflow's form; "
+            "component: the train step for another Kubeflow pipeline; "
+            "pytorchjob, trainjob and volcano: the training job.",
+        ),
+    ] = "kfp",
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where to write it; - prints it.", show_default="pipeline.yaml for kfp, else -"
+        ),
+    ] = None,
+    image: Image = "",
+    over: Over = None,
+    concurrent_trials: ConcurrentTrials = 0,
+) -> None:
+    """Write the pipeline of a spec for Kubeflow, or the manifests for another system. Sends nothing.
+
+    The spec and overrides are parameters of the pipeline, which the UI of Kubeflow shows. With --over, it writes the
+    pipeline of a sweep.
+
+    Example: holdfast compile examples/quickstart.yaml -o pipeline.yaml
+    """
+    system = target_of(target)
+    text = compile_spec(spec.load(), system, image=image, over=over or (), concurrent_trials=concurrent_trials)
+    output = output or Path("pipeline.yaml" if system is Target.KFP else "-")
+    if str(output) == "-":
+        out(text.rstrip("\n"))
+        return
+    from holdfast.pipelines.documents import write_whole
+
+    write_whole(output, text)
+    out(f"{output}: written")

@@ -3,11 +3,17 @@
 The goodput ledger (`telemetry/ledger.py`) is computed from them. Every moment of the process is reported once. Nothing
 waits for a device except for steps that are finished. A killed rank leaves at most a minute unreported in a gang of up
 to a hundred ranks.
+
+Phases are also ranges of a profiler: of torch's in a trace, and of NVTX for Nsight Systems. A range has the name of its
+phase after `holdfast.`. No range begins unless a profiler is requested.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import resource
+import threading
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -17,15 +23,17 @@ from typing import Any, Protocol, Self
 import torch
 
 from holdfast.rank.measure.energy_meter import Meter
-from holdfast.rank.measure.phase_ranges import requested_ranges
 from holdfast.spec.errors import PreemptedError
 from holdfast.telemetry import emit, phases
 from holdfast.telemetry.events import TimeSpent
-from holdfast.telemetry.phases import Lap
+from holdfast.telemetry.phases import Lap, Phase, RangeMarker
 
 SECONDS = 5.0  # between two events of a new rank...
 SHARE, MOST_SECONDS = 0.1, 60.0  # ...and later this share of the rank's age, up to this limit
 RANKS_A_SECOND = 2  # of a large gang that report per second
+PREFIX = "holdfast."
+NVTX_VARIABLE = "HOLDFAST_NVTX"  # 1: the phases of a rank with an NVIDIA GPU are NVTX ranges
+log = logging.getLogger("holdfast.train")
 
 
 class TimedStep(Protocol):
@@ -114,3 +122,44 @@ def peak_memory() -> int:
     if torch.cuda.is_available():
         return int(torch.cuda.max_memory_reserved())
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def trace_ranges() -> RangeMarker:
+    """Ranges in a trace of torch's profiler. A range belongs to a thread, so phases that begin in another thread than
+    that of this call are part of the range before them."""
+    thread, current = threading.get_ident(), None
+
+    def mark(phase: Phase | None) -> None:
+        nonlocal current
+        if threading.get_ident() != thread:
+            return
+        if current is not None:
+            current.__exit__(None, None, None)
+        current = None if phase is None else torch.profiler.record_function(PREFIX + phase)
+        if current is not None:
+            current.__enter__()
+
+    return mark
+
+
+def nvtx_ranges() -> RangeMarker:
+    """NVTX ranges of the process. Any thread may end one."""
+    current = None
+
+    def mark(phase: Phase | None) -> None:
+        nonlocal current
+        if current is not None:
+            torch.cuda.nvtx.range_end(current)
+        current = None if phase is None else torch.cuda.nvtx.range_start(PREFIX + phase)
+
+    return mark
+
+
+def requested_ranges(device: torch.device) -> RangeMarker | None:
+    """NVTX ranges if HOLDFAST_NVTX is 1 and this torch is built for NVIDIA GPUs, else None."""
+    if os.environ.get(NVTX_VARIABLE, "") in ("", "0"):
+        return None
+    if device.type != "cuda" or torch.version.cuda is None:
+        log.warning("%s is set, and NVTX ranges need an NVIDIA GPU; there are none", NVTX_VARIABLE)
+        return None
+    return nvtx_ranges()

@@ -20,7 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from holdfast.checkpoint import Attempt
-from holdfast.rank.measure.phase_ranges import trace_ranges
+from holdfast.rank.measure.phase_timer import trace_ranges
 from holdfast.rank.observers import FinishedStep
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec.errors import HoldfastError

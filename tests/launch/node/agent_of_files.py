@@ -14,8 +14,7 @@ from holdfast.checkpoint import TensorBox
 from holdfast.checkpoint.agent import service
 from holdfast.checkpoint.agent.buffers import boxes_in, laid_out
 from holdfast.checkpoint.agent.client import AgentClient
-from holdfast.checkpoint.agent.protocol import Outcome, Save, Writer
-from holdfast.checkpoint.save_request import SaveRequest
+from holdfast.checkpoint.agent.protocol import Outcome, Save, SaveRequest, Writer
 from holdfast.launch.node import agent
 from holdfast.spec.errors import HoldfastError, StoreUnreachableError
 

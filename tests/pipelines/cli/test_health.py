@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from holdfast.health import Finding, Link, Measured, Report
 from holdfast.pipelines.cli import entry
-from holdfast.pipelines.view.health import print_report
+from holdfast.pipelines.cli.machines import print_report
 
 
 @pytest.mark.slow
