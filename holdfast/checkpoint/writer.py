@@ -21,8 +21,7 @@ from typing import Any
 from holdfast.checkpoint.agent.buffers import Copy, Staging, free_buffers, laid_out
 from holdfast.checkpoint.agent.client import AgentClient
 from holdfast.checkpoint.agent.protocol import ROOM, VARIABLE, Outcome, Save, SaveRequest, Writer, require_small
-from holdfast.checkpoint.agent.store_writer import StoreWriter
-from holdfast.checkpoint.agent.tier_copies import TierCopies
+from holdfast.checkpoint.agent.store_writer import StoreWriter, TierCopies
 from holdfast.checkpoint.agent.worker import LocalSaver, as_failure
 from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox

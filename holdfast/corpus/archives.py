@@ -16,8 +16,8 @@ from typing import IO, BinaryIO, cast
 
 from holdfast.corpus.compression import DAMAGE, CorruptFileError, decompressed, is_damage
 from holdfast.corpus.files import NOT_TEXT, SourceFile, advice, opened, suffixes
+from holdfast.corpus.json_csv import stream_records
 from holdfast.corpus.record_types import Flaw, Reading, Record, document_of, text_of
-from holdfast.corpus.streams import stream_records
 
 MAX_READ = 64 * 2**20  # bytes that an archive's own structures may have, such as the directory of a .zip
 COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # that `zipfile` reads in bounded memory

@@ -20,8 +20,8 @@ from holdfast.corpus.files import (
     is_lfs_pointer,
     opened,
 )
+from holdfast.corpus.json_csv import SKIP_BYTES, Range, skip_line, stream_records
 from holdfast.corpus.record_types import Flaw, Reading, Record
-from holdfast.corpus.streams import SKIP_BYTES, Range, skip_line, stream_records
 from holdfast.corpus.tables import arrow_records, parquet_records, rows_before
 from holdfast.spec.errors import DataError
 

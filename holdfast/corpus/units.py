@@ -26,13 +26,13 @@ from holdfast.corpus.decontamination import TaskNgrams
 from holdfast.corpus.encode import Encoder, LossyError
 from holdfast.corpus.field_maps import dump_map
 from holdfast.corpus.files import SourceFile, here
+from holdfast.corpus.json_csv import Range
 from holdfast.corpus.megatron import TokenArray, document_count, megatron_documents, pairs
 from holdfast.corpus.ngrams import BAND_BYTES, MinHash
 from holdfast.corpus.own import NO_FUNCTIONS, OwnFunctions, cleaning_settings, reader_identity
 from holdfast.corpus.record_types import FILTERS, Flaw, Kind, Reading, excerpt
 from holdfast.corpus.records import before, place, records
 from holdfast.corpus.sources import ResolvedSource
-from holdfast.corpus.streams import Range
 from holdfast.corpus.tables import row_groups
 from holdfast.dataset.manifest import DtypeName
 from holdfast.dataset.shards import DTYPES, Tokens

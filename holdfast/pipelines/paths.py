@@ -1,6 +1,10 @@
 """A spec on the machine that submits it: `model.from` and digests of code are filled in, local paths become absolute.
 
 Steps may run elsewhere. They read a spec without `model.from`, and paths that do not depend on a working directory.
+
+The bundle of a training script is made here, and published to the store of its run. Its digest is then a field of the
+spec, and on the command line of every rank. Until then it is kept on this machine. A spec from a store is resumed only
+where its bundle was made: write access to a store must not decide what runs.
 """
 
 from __future__ import annotations
@@ -9,6 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from holdfast.code.bundle import IGNORE_FILE, Bundle, make_bundle
+from holdfast.code.closure import parse_source, source_text
+from holdfast.code.resolve import keep, read_kept, require_in_bundle, with_digests, with_short_command
 from holdfast.code.resolve import load_spec as load_plain_spec
 from holdfast.spec import Spec
 from holdfast.spec.data import Data, Source
@@ -25,7 +32,6 @@ def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
 
 def load_filled(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Spec, dict[str, Any]]:
     """The spec of `load_spec`, and the fields that `model.from` filled in, by dotted name."""
-    from holdfast.code.script import resolve_script
 
     filled: dict[str, Any] = {}
     overrides = list(overrides)
@@ -111,3 +117,36 @@ def _source(source: Source) -> Source:
 
 def _is_local(repo: str) -> bool:
     return "://" not in repo and "@" not in repo
+
+
+def resolve_script(spec: Spec, folder: Path) -> Spec:
+    """The spec with the digests of its script's bundle and of its functions. The bundle is kept on this machine. The
+    script is relative to `folder`; its own folder is the bundle. Other specs are returned unchanged. Raises
+    SpecError."""
+    if spec.train.script is None:
+        return spec
+    if spec.code is not None:  # an override of a spec that was resolved before
+        return with_digests(spec, spec.code, read_kept)
+    path = folder / spec.train.script
+    if not path.is_file():
+        remedy = "correct the path, which is relative to the folder of the spec"
+        raise SpecError([Problem("train.script", spec.train.script, f"does not exist: {path.absolute()}", remedy)])
+    require_in_bundle(spec, folder, path.parent)
+    bundle = make_bundle(path.parent, spec.train.include)
+    if (fault := _fault(path, bundle)) is not None:
+        raise SpecError([Problem("train.script", spec.train.script, *fault)])
+    keep(bundle)
+    spec = with_short_command(spec, folder, path.parent)
+    train = spec.train.model_copy(update={"script": path.name})
+    return with_digests(spec.model_copy(update={"train": train}), bundle.digest, lambda _: bundle.data)
+
+
+def _fault(path: Path, bundle: Bundle) -> tuple[str, str] | None:
+    """Why a script cannot run, and the remedy."""
+    if path.name not in bundle.paths:
+        return f"is left out of the code by {IGNORE_FILE}", "remove it from there"
+    try:
+        parse_source(source_text(path.read_bytes()), path.name)
+    except SyntaxError as error:
+        return f"is not valid Python: line {error.lineno or 1}: {error.msg}", "correct it"
+    return None

@@ -4,13 +4,16 @@ Each decision is submitted as an ordinary run of the trial's spec with `training
 run and reads its score from the store. It may be killed at any time. The same command then reads the log, finds an
 unfinished run by its name, and submits no trial whose score is in the store. The best trial is submitted once more
 without a pause, and its run registers the model.
+
+On one machine, `SearchRunner` adds the nodes of the next trial when the former ones have ended. A decision is in the
+store before its training starts, and its score before the next decision.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from holdfast.checkpoint.lineage import newest_step
@@ -20,7 +23,9 @@ from holdfast.corpus import identify
 from holdfast.pipelines.backends.interface import SUCCEEDED, RunStatus, is_step
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
-from holdfast.pipelines.search_runner import OF_THE_TRIAL
+from holdfast.pipelines.runner import Node, Runner, StepBackend, _Running
+from holdfast.pipelines.table import START
+from holdfast.pipelines.trials import text_of
 from holdfast.runtime.environment import store_url
 from holdfast.scoring.comparison import BLESSED, Comparison, trials_of
 from holdfast.scoring.evaluations import scores_of_pause
@@ -34,6 +39,85 @@ log = logging.getLogger("holdfast.search")
 
 POLL_SECONDS = 5.0
 PAUSE = "training.pause_at"
+# Failures that belong to the values of a trial, and that every repetition has. Any other failure ends the search; the
+# same command resumes it.
+OF_THE_TRIAL = (
+    ExitCode.BAD_SPEC,
+    ExitCode.BAD_DATA,
+    ExitCode.DIVERGED,
+    ExitCode.OUT_OF_MEMORY,
+    ExitCode.USER_CODE,
+)
+
+
+class SearchRunner(Runner):
+    """One execution of the DAG of a search: preprocess, trials one at a time, compare, and register the best."""
+
+    def __init__(
+        self, search: Search, search_id: str, spec: Spec, store: Store, backend: StepBackend, given: Mapping[str, str]
+    ) -> None:
+        """`given` are the parameters of the DAG, without the trials."""
+        super().__init__([Node(START)], backend, given)
+        self._steps |= {"train", "evaluate", "compare"}
+        self._copied |= {"train", "evaluate"}
+        self._search, self._budget = search, spec.training.steps
+        self._log = SearchLog(store, search_id)
+        self._has_all_trials = False
+        self._give_trials()
+
+    def _give_trials(self) -> None:
+        self._given = {**self._given, "trials": text_of(tuple(trials_begun(self._log.entries)), self._log.id)}
+
+    def _enqueue(self) -> None:
+        super()._enqueue()
+        while not (self._waiting or self._queue or self._running or self._leaving or self._has_all_trials):
+            self._extend()
+            super()._enqueue()
+
+    def _extend(self) -> None:
+        """Add the nodes of the next decision, or the last ones."""
+        decision = decide(self._search, self._budget, self._log)
+        self._give_trials()
+        if decision is None:
+            trials = tuple(name for name, node in self._nodes.items() if node.trial)
+            self._add(Node("compare", before=trials or (START,)), Node("register", before=("compare",), when="blessed"))
+            self._has_all_trials = True
+            return
+        trial = Node("train", decision.trial, decision.changes, (START,), until=decision.until)
+        score = Node("evaluate", decision.trial, decision.changes, (trial.name,))
+        self._add(trial, *([score] if decision.until == WHOLE else []))
+
+    def _add(self, *nodes: Node) -> None:
+        self._nodes |= {node.name: node for node in nodes}
+        self._waiting += nodes
+
+    def _end(self, one: _Running, code: int) -> None:
+        node = one.node
+        if node.trial and code != ExitCode.OK and code not in OF_THE_TRIAL:
+            self._fail(code, one.execution.name)
+            return
+        super()._end(one, code)
+        if code == ExitCode.OK and self._ended.get(node.name) is False:
+            self._fail(ExitCode.UNEXPECTED, one.execution.name)  # it has no result, and so no score
+        if self._code == ExitCode.OK and node.trial and (score := self._score(node, code)) is not None:
+            self._log.add_score(score)
+            self._give_trials()
+
+    def _score(self, node: Node, code: int) -> LogEntry | None:
+        """The score of a trial whose step has ended; None if another step follows."""
+        entry = LogEntry(kind="score", trial=node.trial, until=node.until)
+        if not self._ended[node.name]:
+            outcomes = [outcome for outcome in self._backend.outcomes() if outcome.part == str(node.trial)]
+            reasons = [outcome.reason for outcome in outcomes if outcome.step == node.step and outcome.reason]
+            failure = {"exit_code": code, "failed_step": node.step, "reason": reasons[-1] if reasons else ""}
+            return entry.model_copy(update=failure)
+        result = self._results[node.name]
+        if node.step == "train" and node.until:
+            return entry.model_copy(update={"step": result["step"], "loss": result["loss"]})
+        if node.step == "evaluate":
+            step = self._results[f"train-{node.trial}"]["step"]
+            return entry.model_copy(update={"step": step, "loss": result["metrics"]["loss"]})
+        return None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from holdfast.simulation.cluster import ClusterModel, NodeGroup, synthetic_jobs
 from holdfast.simulation.engine import simulate
-from holdfast.simulation.policies.order import Learned
+from holdfast.simulation.policies.base import Learned
 
 CANDIDATES, BEST = 24, 6
 

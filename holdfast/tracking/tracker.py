@@ -4,26 +4,32 @@ Each run id has one MLflow run, with every step once. A step's metrics are writt
 starts after the last step in MLflow. A row sent twice (same time, same values) is one row. An unreachable MLflow never
 raises out of `sync` and `finish`, and artifacts that cannot be written keep no metric back. `holdfast.telemetry`
 measures.
+
+A sweep has one parent run, for any number of calls and callers, and a repeated call changes nothing. A trial in several
+sweeps is a child of the one that was compared last: MLflow allows one parent.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from holdfast.dataset.manifest import load_manifest
 from holdfast.runtime.environment import tracking_page, tracking_uri
-from holdfast.spec import Spec
+from holdfast.spec import Spec, digest
 from holdfast.spec.errors import StoreUnreachableError
-from holdfast.store import Store
+from holdfast.store import Store, layout
 from holdfast.telemetry import Row, read_history
-from holdfast.tracking.claim import claim_run
+from holdfast.tracking.artifacts import write_text
+from holdfast.tracking.claim import SWEEP_ID_TAG, claim, claim_run, claimed_run
 from holdfast.tracking.connection import TrackingUnavailable, connect, translated
 from holdfast.tracking.description import attach_spec, describe
 from holdfast.tracking.interface import Status
+from holdfast.tracking.registrations import registry_name
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -35,6 +41,8 @@ ALL_STEPS = 10_000  # steps from the first that are all copied to MLflow; see `i
 _MAX_METRICS = 1000  # per request: MLflow's own limit
 
 log = logging.getLogger("holdfast.tracking")
+MAX_TAG_LENGTH = 8000  # characters; MLflow's own
+PARENT_TAG = "mlflow.parentRunId"  # MLflow's own, by which its UI nests runs
 
 
 @dataclass
@@ -248,3 +256,47 @@ def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield from numbers(value, f"{prefix}{name}.")
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield prefix + name, float(value)
+
+
+@dataclass(frozen=True)
+class SweepRun:
+    """The data of a sweep for MLflow."""
+
+    sweep_id: str
+    name: str
+    runs: Sequence[str]  # runs of all trials
+    tags: Mapping[str, str]  # a value that is too long for MLflow is cut
+    metrics: Mapping[str, float]
+    files: Mapping[str, str]  # name: text
+
+
+def mirror_sweep(spec: Spec, found: SweepRun, store: Store, uri: str | None = None) -> str:
+    """Write the parent run of a sweep to MLflow, with its trials as children. Return its MLflow id. `spec`: that of the
+    sweep, without the changes of any trial. Trials that are not in MLflow are left out. Raises TrackingUnavailable."""
+    uri = uri or tracking_uri()
+    client = connect(uri)
+    with translated(uri):
+        key = layout.sweep(found.sweep_id, f"mlflow/{digest([registry_name(uri), spec.experiment])}.json")
+        parent = claim(client, spec.experiment, uri, store, key, SWEEP_ID_TAG, found.sweep_id, found.name)
+        _describe(client, parent, found)
+        for run_id in found.runs:
+            child = claimed_run(client, spec, run_id, store, uri)
+            if child is not None and client.get_run(child).data.tags.get(PARENT_TAG) != parent:
+                client.set_tag(child, PARENT_TAG, parent)
+        if client.get_run(parent).info.status != "FINISHED":
+            client.set_terminated(parent, "FINISHED")
+        for name, text in found.files.items():  # last: this machine may lack access to MLflow's artifacts
+            write_text(client, parent, text, name)
+    return parent
+
+
+def _describe(client: MlflowClient, parent: str, found: SweepRun) -> None:
+    """Write the values that differ from MLflow's."""
+    there = client.get_run(parent).data
+    for name, text in found.tags.items():
+        value = text[:MAX_TAG_LENGTH]
+        if there.tags.get(name) != value:
+            client.set_tag(parent, name, value)
+    for name, number in found.metrics.items():
+        if math.isfinite(number) and there.metrics.get(name) != number:
+            client.log_metric(parent, name, number)

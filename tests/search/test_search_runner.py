@@ -13,7 +13,7 @@ import pytest
 
 from holdfast.components.compare import compare
 from holdfast.pipelines.runner import Execution
-from holdfast.pipelines.search_runner import SearchRunner
+from holdfast.pipelines.submitted_search import SearchRunner
 from holdfast.pipelines.trials import text_of
 from holdfast.scoring import settings_key
 from holdfast.scoring.comparison import TrialList

@@ -10,7 +10,7 @@ from mlflow import MlflowClient
 
 from holdfast.store import Store
 from holdfast.tracking import RunTracker, TrackingUnavailable, connect
-from holdfast.tracking.sweep_runs import PARENT_TAG, SweepRun, mirror_sweep
+from holdfast.tracking.tracker import PARENT_TAG, SweepRun, mirror_sweep
 from tests.ports import free_port
 from tests.tracking import made
 

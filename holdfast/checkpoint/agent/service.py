@@ -35,8 +35,7 @@ from holdfast.checkpoint.agent.protocol import (
     Watch,
     Writer,
 )
-from holdfast.checkpoint.agent.store_writer import StoreWriter
-from holdfast.checkpoint.agent.tier_copies import TierCopies
+from holdfast.checkpoint.agent.store_writer import StoreWriter, TierCopies
 from holdfast.checkpoint.agent.worker import SaveWorker, Work
 from holdfast.checkpoint.local_tiers.peers import Server
 from holdfast.spec.errors import ExitCode

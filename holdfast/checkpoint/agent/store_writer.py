@@ -1,10 +1,16 @@
-"""Work on a copy in the store: this writer's share of the checkpoint, and the commit where it leads."""
+"""Work on a copy that a rank handed over: its share of the checkpoint in the store, and the local tiers.
+
+The share leads to the commit on one writer. The tiers write it one after another, and never fail a save.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from holdfast.checkpoint.agent.protocol import SaveRequest, Writer
@@ -12,7 +18,11 @@ from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.commit import Committer
 from holdfast.checkpoint.compress import Compression
+from holdfast.checkpoint.fingerprint import StateDigest
 from holdfast.checkpoint.gc import Collector
+from holdfast.checkpoint.local_tiers.peers import Neighbour
+from holdfast.checkpoint.local_tiers.tier import TierLock
+from holdfast.checkpoint.local_tiers.tier_writer import Record, TierWriter
 from holdfast.checkpoint.shard_writer import ShardWriter
 from holdfast.checkpoint.tree import FANOUT
 from holdfast.spec.errors import HoldfastError
@@ -103,3 +113,48 @@ def spare_threads(ranks: int) -> int:
     minus one core for each of the node's `ranks`."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MOST_THREADS, (cores - ranks) // ranks))
+
+
+class TierCopies:
+    """The local tiers of one writer."""
+
+    def __init__(self, writer: Writer) -> None:
+        self._writer, self.run_id, self.tiers = writer, writer.run_id, writer.near
+        attempt = Attempt(writer.run_id, writer.attempt, writer.launch)
+        self._writers = []
+        for tier in writer.near:
+            send = lambda _: None  # noqa: E731
+            if writer.neighbour is not None and tier.name == "memory":
+                send = Neighbour(writer.neighbour, tier, writer.run_id, writer.rank).send
+            self._writers.append(TierWriter(tier, attempt, writer.rank, send))
+        self._locks = []
+        for tier in writer.near:
+            with suppress(OSError):  # without the lock, another run may treat the folder as unused
+                self._locks.append(TierLock(Path(tier.folder)))
+
+    @classmethod
+    def of(cls, writer: Writer) -> TierCopies | None:
+        """The tiers of a rank, from its introduction; None if it has none."""
+        return cls(writer) if writer.near else None
+
+    def keep(self, request: SaveRequest, boxes: Sequence[TensorBox]) -> StateDigest | None:
+        """Keep a step in the tiers of the request. Return the state digest of the boxes, where it is known. Never
+        fails."""
+        record = None
+        if self._writer.rank == 0:
+            record = Record(
+                run_id=self._writer.run_id,
+                step=request.step,
+                attempt=self._writer.attempt,
+                writers=self._writer.world,
+                created=time.time(),
+                describe=self._writer.describe,
+                scalars=request.scalars,
+                attachments=request.attachments,
+                **self._writer.lineage,
+            )
+        digest = request.digest
+        for keeper in self._writers:
+            if keeper.tier.name in request.tiers:
+                digest = keeper.keep(request.step, boxes, digest, record)
+        return digest

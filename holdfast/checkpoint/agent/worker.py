@@ -17,7 +17,7 @@ import torch
 
 from holdfast.checkpoint.agent.buffers import boxes_in
 from holdfast.checkpoint.agent.protocol import Outcome, Save, SaveRequest
-from holdfast.checkpoint.agent.tier_copies import TierCopies
+from holdfast.checkpoint.agent.store_writer import TierCopies
 from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.local_tiers.peers import Server
 from holdfast.spec.errors import FencedError, HoldfastError, NoSpaceError, StoreUnreachableError

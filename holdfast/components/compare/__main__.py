@@ -47,7 +47,7 @@ def _mirror(spec: Spec, made: Comparison, store: Store) -> None:
     """Show the sweep in MLflow, as the parent of its trials. Without MLflow it logs a warning, because the store has
     the record."""
     from holdfast.tracking import TrackingUnavailable
-    from holdfast.tracking.sweep_runs import SweepRun, mirror_sweep
+    from holdfast.tracking.tracker import SweepRun, mirror_sweep
 
     best = made.best
     figures = {f"best/{name}": value for name, value in best.figures.items()}

@@ -30,10 +30,8 @@ from holdfast.pipelines.cli import (
     monitoring,
     run,
     runs,
-    shell,
     show,
     specs,
-    sweep,
 )
 from holdfast.pipelines.cli.chaos import chaos
 from holdfast.pipelines.cli.data import data
@@ -83,12 +81,12 @@ def holdfast(
 PANELS: dict[str, dict[str, Callable[..., None]]] = {
     "Runs on any backend": {
         "run": run.run,
-        "sweep": sweep.sweep,
+        "sweep": run.sweep,
         "resume": run.resume,
         "show": show.show,
         "watch": monitoring.watch,
         "logs": runs.logs,
-        "shell": shell.shell,
+        "shell": monitoring.shell,
         "stop": runs.stop,
         "fork": audit.fork,
         "rollouts": show.rollouts,

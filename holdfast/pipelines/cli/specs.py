@@ -24,7 +24,7 @@ from holdfast.pipelines.cli.options import (
     out,
     print_json,
 )
-from holdfast.pipelines.cli.sweep import ConcurrentTrials, Over
+from holdfast.pipelines.cli.run import ConcurrentTrials, Over
 from holdfast.spec.errors import DataError, ExitCode, MissingError, UsageError
 
 

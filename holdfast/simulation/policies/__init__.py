@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from holdfast.simulation.policies.base import Backfill, Policy
+from holdfast.simulation.policies.base import Backfill, Conservative, Easy, Learned, Policy, ValueDensity
 from holdfast.simulation.policies.eviction import FeedbackQueues, LeastAttained, Priority, ShortestFirst
-from holdfast.simulation.policies.order import Learned, ValueDensity
 from holdfast.simulation.policies.placement import Cheap, Elastic, Topology
-from holdfast.simulation.policies.reservations import Conservative, Easy
 from holdfast.simulation.policies.shares import DominantShare, FairShare
 
 __all__ = ["POLICIES", "Policy"]

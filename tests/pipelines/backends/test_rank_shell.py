@@ -23,7 +23,7 @@ from holdfast.pipelines.backends import open_backend
 from holdfast.pipelines.backends.interface import RankShell
 from holdfast.pipelines.backends.record import process_start, record_of
 from holdfast.pipelines.backends.request import RunRequest
-from holdfast.pipelines.cli import shell as command
+from holdfast.pipelines.cli import monitoring as command
 from holdfast.runtime import environment, rank_shell, sealing
 from holdfast.spec import parse_spec
 from holdfast.spec.cluster import Cluster

@@ -27,8 +27,8 @@ from holdfast.launch.processes import PARENT_VARIABLE as PARENT
 from holdfast.launch.ssh.hosts import VARIABLE as HOSTS
 from holdfast.pipelines.backends.interface import SKIPPED
 from holdfast.pipelines.runner import Execution, Handle, Node, Runner, plan
-from holdfast.pipelines.search_runner import SearchRunner
 from holdfast.pipelines.step_process import StepProcess
+from holdfast.pipelines.submitted_search import SearchRunner
 from holdfast.pipelines.trials import Trials, text_of
 from holdfast.runtime.environment import OUTCOMES
 from holdfast.runtime.logs import configure_logging
