@@ -47,7 +47,7 @@ def _local(store: str, _endpoint: str, _namespace: str) -> Backend:
 
 
 def _ssh(store: str, endpoint: str, _namespace: str) -> Backend:
-    from holdfast.pipelines.backends.ssh import Ssh
+    from holdfast.pipelines.backends.ssh.backend import Ssh
 
     return Ssh(store, endpoint)
 
