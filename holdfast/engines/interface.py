@@ -58,7 +58,7 @@ class Engine(Protocol):
         size: int | None = None,
     ) -> StepOutput:
         """Run one optimizer step on this rank's rows of the global batch: [rows, context + 1] token ids on the CPU.
-        Rows of generated answers may be shorter, and have scores (see `objectives.micro_batches`).
+        Rows of generated answers may be shorter, and have scores (see `objectives.interface`).
 
         `size` is the size of that batch, if not `training.global_batch`. `before_update` is called, once or more often,
         before any tensor that `saved` returned is changed, and waits for its readers. `judge` may hold the update back.
