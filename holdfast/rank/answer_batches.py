@@ -97,7 +97,9 @@ class AnswerBatches:
         self._verified = False
         tokens, context = self._settings.answer_tokens, spec.model.context
         length = self._prompts.require_room(tokens, context)
-        held_out = dataset.prompts("validation").require_room(tokens, context)  # the evaluation answers them
+        held_out = 0  # without held-out prompts only the evaluation fails
+        if dataset.tokens("validation"):
+            held_out = dataset.prompts("validation").require_room(tokens, context)  # the evaluation answers them
         if reward_models(spec.training):  # they also score the answers of the evaluation
             length = max(length, held_out)
         longest, device = length + tokens, local_device(spec.accelerator)

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from holdfast.checkpoint.retention import checkpoint_steps
@@ -56,6 +57,14 @@ def test_a_held_out_prompt_without_room_for_an_answer_is_refused_before_the_firs
     assert Dataset.open(store, DATASET_ID, tmp_path / "cache").prompts().require_room(*sizes) == 3
     write_dataset(store, packed=prompt_words(), held_out=prompt_words(room), kind="prompts", text="")
     assert train_in_ranks(1, store.url, tmp_path / "fitting", [(overrides("training.steps=1"), "", None)]) == [""]
+
+
+def test_ranks_train_without_held_out_prompts(store: Store, tmp_path: Path) -> None:
+    """Only what reads held-out prompts refuses the empty split."""
+    write_dataset(store, packed=prompt_words(), held_out=np.array([], np.int64), kind="prompts", text="")
+    assert train_in_ranks(1, store.url, tmp_path / "ranks", [(overrides("training.steps=1"), "", None)]) == [""]
+    with pytest.raises(DataError, match=r"split validation: has no prompts; .* change data.validation_fraction"):
+        Dataset.open(store, DATASET_ID, tmp_path / "cache").prompts("validation")
 
 
 @pytest.mark.slow

@@ -100,6 +100,8 @@ def _write_source(
 
 
 def _write_split(store: Store, name: str, text: np.ndarray, dtype: manifest.DtypeName) -> manifest.Split:
+    if not len(text):
+        return manifest.Split(tokens=0, documents=0, text_bytes=0, shards=())
     ids = text.astype(DTYPES[dtype])
     digests = block_digests(ids.tobytes())
     shard = manifest.Shard(name=name, tokens=len(ids), digest=shard_digest(digests), dtype=dtype)
