@@ -103,8 +103,8 @@ class _PackedLayer:
 
 
 def _packed(weights: Sequence[Tensor], norm: nn.RMSNorm | None = None) -> Tensor:
-    """Matrices [F, D] with the same input as one [D, F]."""
-    parts = [weight_FD.T.contiguous() for weight_FD in weights]
+    """Matrices [F, D] with the same input as one [D, F], which is always a copy."""
+    parts = [weight_FD.T.clone(memory_format=torch.contiguous_format) for weight_FD in weights]
     packed_DF = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
     return packed_DF if norm is None else packed_DF.mul_(_weight_of(norm)[:, None])
 

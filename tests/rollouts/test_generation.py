@@ -150,16 +150,27 @@ def test_a_token_is_in_the_block_and_at_the_place_whose_sums_contain_its_number(
     assert sample_tokens(torch.full((1, 9), torch.nan), u[:1], temperature)[0].tolist() == [0]
 
 
-@pytest.mark.parametrize("shape", ["whole", "windows of mistral", "biases", "norms of heads"])
+YARN = {"kind": "yarn", "factor": 4.0, "original_context": 8}
+LONGROPE = {
+    "kind": "longrope", "factor": 3.0, "original_context": 8, "short_factors": [1.0, 1.5, 2.0, 2.5],
+    "long_factors": [2.0, 3.0, 4.0, 5.0],
+}  # fmt: skip
+PACKABLE: dict[str, dict[str, Any]] = {
+    "whole": {"tie_embeddings": False},
+    "scaled rotation": {"rope_scaling": YARN},
+    "windows of mistral": {"family": "mistral", "sliding_window": 4},
+    "biases": {"family": "qwen2"},
+    "norms of heads": {"family": "qwen3", "head_dim": 12},
+    "phi3": {"family": "phi3", "sliding_window": 4},
+    "phi3, longrope": {"family": "phi3", "rope_scaling": LONGROPE},
+    "smollm3, all layers rotated": {"family": "smollm3", "layer_pattern": ("full",)},
+}
+
+
+@pytest.mark.parametrize("shape", PACKABLE)
 def test_packed_matrices_are_the_same_function(shape: str) -> None:
     """Random norms and biases, so that none of them may be left out."""
-    fields: dict[str, dict[str, Any]] = {
-        "whole": {"tie_embeddings": False},
-        "windows of mistral": {"family": "mistral", "sliding_window": 4},
-        "biases": {"family": "qwen2"},
-        "norms of heads": {"family": "qwen3", "head_dim": 12},
-    }
-    decoder, how = decoder_of(**fields[shape]).double(), sampling(end_of_text=-1)
+    decoder, how = decoder_of(**PACKABLE[shape]).double(), sampling(end_of_text=-1)
     generator = torch.Generator().manual_seed(2)
     for weight in decoder.parameters():
         if weight.dim() == 1:
@@ -179,9 +190,23 @@ def test_packed_matrices_are_the_same_function(shape: str) -> None:
                 torch.testing.assert_close(logits_BV[row], whole[0, -1], rtol=1e-5, atol=1e-6)
 
 
+def test_packing_leaves_the_weights_alone_whatever_their_layout_in_memory() -> None:
+    """The transposed view of a matrix that is stored by columns is contiguous."""
+    decoder = decoder_of()
+    for weight in decoder.parameters():
+        weight.data = torch.full_like(weight, 2) if weight.dim() == 1 else weight.data.T.contiguous().T
+    before = {name: weight.clone() for name, weight in decoder.state_dict().items()}
+    with torch.no_grad():
+        packed = PackedDecoder(decoder)
+    assert all(torch.equal(weight, before[name]) for name, weight in decoder.state_dict().items())
+    storage = packed._layers[0]._o_FD.untyped_storage().data_ptr()
+    assert storage not in {weight.untyped_storage().data_ptr() for weight in decoder.parameters()}
+
+
 def test_other_layers_and_precisions_are_not_packed() -> None:
-    families = [decoder_of(**SHAPES[name]) for name in ("windows", "sinks", "latents")]
-    assert not any(is_packable(decoder) for decoder in families)
+    families: list[dict[str, Any]] = [SHAPES[name] for name in ("windows", "sinks", "latents")]
+    families += [{"family": "phi3", "rotary_fraction": 0.5}, {"family": "smollm3", "layers": 4}, {"family": "olmo2"}]
+    assert not any(is_packable(decoder_of(**fields)) for fields in families)
     assert not is_packable(decoder_of().bfloat16())
     assert not is_packable(Decoder.empty(Model(layers=1, hidden=1024, heads=8, context=24), VOCABULARY))
     with torch.autocast("cpu", torch.bfloat16):
