@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from holdfast.corpus.chat import ConversationError, conversation_text, labeled_text, pair_text, prompt_text
-from holdfast.corpus.field_maps import RecordMap
+from holdfast.corpus.field_maps import PRESETS, RecordMap
 from holdfast.corpus.files import LFS_ADVICE, LFS_POINTER, NOT_TEXT
 from holdfast.runtime.secrets import redact
 
@@ -81,7 +81,8 @@ def document_of(record: Any, reading: Reading, raw: bytes = b"", *, mapped: bool
     which also takes the values of tables: columns without a value, and JSON as text."""
     kind = reading.kind
     if kind == "text":
-        return text_of(record.get(reading.text_field) if isinstance(record, dict) else None, reading.text_field, raw)
+        value = record.get(reading.text_field) if isinstance(record, dict) else None
+        return text_of(value, reading.text_field, raw, _keys(record) if raw else "")
     excerpt_ = shown(raw or repr(record)[: 8 * EXCERPT].encode(errors="replace"))
     try:
         value = READERS[kind][0](reading.map.apply(record) if mapped else record)
@@ -90,14 +91,32 @@ def document_of(record: Any, reading: Reading, raw: bytes = b"", *, mapped: bool
     except (ValueError, RecursionError) as error:
         return Flaw("not_json", f"is not JSON ({error})", excerpt_)
     if value is None:
-        return Flaw("no_text", f"has no {READERS[kind][1]}{reading.map.in_words()}", excerpt_)
+        keys = _keys(record) + _preset_for(record, reading) if raw else ""  # a table is read in part
+        return Flaw("no_text", f"has no {READERS[kind][1]}{reading.map.in_words()}{keys}", excerpt_)
     return text_of(value, kind, raw)
 
 
-def text_of(value: Any, text_field: str, raw: bytes = b"") -> Record:
-    """`value` if it is text that can be encoded."""
+def _keys(record: Any) -> str:
+    """The keys that a record has, for messages."""
+    if not isinstance(record, dict):
+        return "; it is no JSON object"
+    return f"; it has {excerpt(', '.join(map(repr, record))) or 'no keys'}"
+
+
+def _preset_for(record: Any, reading: Reading) -> str:
+    """The preset of a field map that reads a record, for messages."""
+    if reading.kind != "chat" or reading.fields or not isinstance(record, dict):
+        return ""
+    for name, keys in PRESETS.items():
+        if {keys[key] for key in ("messages", "prompt", "completion") if key in keys} <= record.keys():
+            return f"; use `fields: {name}` of the source"
+    return ""
+
+
+def text_of(value: Any, text_field: str, raw: bytes = b"", keys: str = "") -> Record:
+    """`value` if it is text that can be encoded. `keys` are those of its record, for messages."""
     if not isinstance(value, str):
-        return Flaw("no_text", f"has no text under {text_field!r}; check `text_field` of the source", shown(raw))
+        return Flaw("no_text", f"has no text under {text_field!r}{keys}; check `text_field` of the source", shown(raw))
     if not value.isascii():
         try:
             value.encode("utf-8")

@@ -196,7 +196,10 @@ def _fill_tokenizer(
         tokenizer["rows"] = read.vocabulary
     end = tokenizer.get("end_of_text")
     if end is None:
-        ending = _end_of_text(data, text, ids, config, read)
+        try:
+            ending = _end_of_text(data, text, ids, config, read)
+        except ValidationError:
+            return problems  # the loader reports it
         if ending is None:
             message = f"is not named by {source}: neither tokenizer_config.json nor config.json has an end token"
             problems.append(
@@ -229,13 +232,11 @@ def _end_of_text(
     data: dict[str, Any], tokenizer_json: str, ids: dict[str, int], config: Mapping[str, Any], read: ReadConfig
 ) -> str | None:
     """The token that ends a document: what the template ends the assistant's turns with, the end of documents of an
-    export of Holdfast, `eos_token` of the tokenizer, or else the first `eos_token_id` of config.json."""
+    export of Holdfast, `eos_token` of the tokenizer, or else the first `eos_token_id` of config.json. Raises
+    ValidationError for a section `data` that is refused."""
     by_id = {number: token for token, number in ids.items()}
     if data.get("kind") in ("chat", "preferences"):
-        try:
-            template = read_template(Data.model_validate({"sources": [{"uri": "x"}], **data}))
-        except ValidationError:
-            return None
+        template = read_template(Data.model_validate({"sources": [{"uri": "x"}], **data}))
         if template.text and (ending := ending_of_turns(tokenizer_json, template)) is not None:
             return ending
     own = by_id.get(read.end_of_text) if config.get(OWN) and read.end_of_text is not None else None

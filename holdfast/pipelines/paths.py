@@ -19,7 +19,7 @@ from holdfast.code.resolve import keep, read_kept, require_in_bundle, with_diges
 from holdfast.code.resolve import load_spec as load_plain_spec
 from holdfast.spec import Spec
 from holdfast.spec.data import Data, Source
-from holdfast.spec.errors import Problem, SpecError
+from holdfast.spec.errors import Problem, SpecError, UsageError
 from holdfast.spec.load import place_problems, written_leaves
 from holdfast.spec.rollout import Reward
 
@@ -75,8 +75,13 @@ def absolute(path: str) -> str:
 
 
 def store_root(url: str) -> str:
-    """The URL of a store from a URL or the path of a folder."""
-    return url if "://" in url else Path(absolute(url)).as_uri()
+    """The URL of a store from a URL or the path of a folder. Raises UsageError for a URL with one slash."""
+    if "://" in url:
+        return url
+    if not Path(path := absolute(url)).is_absolute():
+        remedy = "write a URL with two slashes, such as s3://bucket/prefix, or the path of a folder"
+        raise UsageError(f"{url!r} is neither a URL nor a path", "--store", remedy)
+    return Path(path).as_uri()
 
 
 def with_absolute_paths(spec: Spec) -> Spec:

@@ -192,6 +192,16 @@ def test_an_invalid_or_overlong_conversation_is_reported_or_counted(
     assert prepared.dropped == {"bad_conversation": 1, "no_text": 2, "over_context": 1}
 
 
+def test_a_record_in_another_layout_is_named_with_the_preset_that_reads_it(
+    make_chat: Callable[..., Spec], store: Store
+) -> None:
+    alpaca = [{"instruction": "add", "input": "1 1", "output": "2"}]
+    with pytest.raises(DataError, match="it has 'instruction', 'input', 'output'; use `fields: alpaca` of the source;"):
+        prepare(make_chat(alpaca), store)
+    with pytest.raises(DataError, match="it has 'talk'; correct it"):
+        prepare(make_chat([{"talk": []}]), store)
+
+
 def test_a_missing_or_invalid_template_is_reported(make_chat: Callable[..., Spec], tmp_path: Path) -> None:
     spec = make_chat([question(1, 1)])
     (tmp_path / "model" / "tokenizer_config.json").write_text("{}")

@@ -182,6 +182,14 @@ def test_conversations_end_with_the_token_that_the_template_ends_turns_with(tmp_
         load_spec(path, chat)
 
 
+def test_a_wrong_key_of_the_data_is_the_only_problem_of_a_spec_that_names_a_model(tmp_path: Path) -> None:
+    path = write_spec(tmp_path, **{"from": str(write_model(tmp_path / "base", template=TEMPLATE))})
+    chat = ("data.kind=chat", "data.document_masks=true", "data.shufle=1")
+    with pytest.raises(SpecError) as error:
+        load_spec(path, chat)
+    assert [problem.field for problem in error.value.problems] == ["data.shufle"]
+
+
 def test_a_reward_model_gives_its_head(tmp_path: Path) -> None:
     scalar = config(shape_of("qwen3").model_copy(update={"head": "scalar"}), 259, end_id=0)
     folder = write_model(tmp_path / "base", template=TEMPLATE, **scalar)

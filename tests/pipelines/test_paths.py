@@ -8,8 +8,18 @@ import pytest
 
 from holdfast.pipelines.backends.request import check_for_cluster
 from holdfast.pipelines.paths import absolute, store_root, with_absolute_paths
+from holdfast.runtime.environment import store_url
 from holdfast.spec import SpecError, parse_spec
+from holdfast.spec.errors import UsageError
 from tests.rollouts.prompt_run import prompt_spec
+
+
+def test_a_store_that_is_neither_a_url_nor_a_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="'s3:/bucket' is neither a URL nor a path; write a URL with two slashes"):
+        store_root("s3:/bucket")
+    monkeypatch.setenv("HOLDFAST_STORE", "/tmp/store")
+    with pytest.raises(SpecError, match=r"(?s)HOLDFAST_STORE: is neither .*'/tmp/store'.*write file:///path"):
+        store_url()
 
 
 def test_local_paths_become_absolute_and_urls_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.pipelines.backends import interface
 from holdfast.pipelines.backends.interface import Capabilities
-from holdfast.spec.errors import MissingError
+from holdfast.spec.errors import UsageError
 
 if TYPE_CHECKING:
     from holdfast.pipelines.backends.interface import Backend
@@ -28,16 +28,16 @@ def open_backend(name: str, *, store: str = "", endpoint: str = "", namespace: s
       kubeconfig.
     - `namespace`: of Kubeflow's users, or of Kubernetes.
 
-    Raises MissingError.
+    Raises UsageError.
     """
     require_known(name)
     return BACKENDS[name].open(store, endpoint, namespace)
 
 
 def require_known(name: str) -> None:
-    """Raise MissingError if no backend has this name."""
+    """Raise UsageError if no backend has this name."""
     if name not in BACKENDS:
-        raise MissingError(f"{name!r}: is no backend; write one of {', '.join(BACKENDS)}")
+        raise UsageError(f"{name!r} is not a backend", "--backend", f"use one of {', '.join(BACKENDS)}")
 
 
 def _local(store: str, _endpoint: str, _namespace: str) -> Backend:
@@ -115,7 +115,7 @@ WITH_ENDPOINT = "kubeflow"  # the backend of a run of which only an endpoint is 
 
 
 def capabilities_of(name: str) -> Capabilities:
-    """What the backend `name` can do. Raises MissingError."""
+    """What the backend `name` can do. Raises UsageError."""
     require_known(name)
     return BACKENDS[name].capabilities
 

@@ -63,7 +63,7 @@ def _registered(name: str, store: Store, version: int | None = None, alias: str 
 
     candidates = versions(name, store)
     if not candidates:
-        raise MissingError(f"{name!r}: MLflow has no registered model of that name")
+        raise MissingError(f"{name!r}: MLflow has no registered model of that name; see `holdfast models list`")
     if version is None and alias in (None, CHAMPION) and (champion_version := champion(name, store)) is not None:
         return _files(champion_version)
     if version is None and alias not in (None, CHAMPION):

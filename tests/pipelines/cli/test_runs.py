@@ -262,9 +262,11 @@ def test_upload_and_schedule_print_json_for_scripts(spec: Path) -> None:
         (("validate", "{spec}", "--set", "training.steps=none", "--json"), 10, "BAD_SPEC"),
         (("show", "nothing", "--steps", "--json"), 15, "NOT_FOUND"),
         (("runs", "--bakend", "argo", "--json"), 2, "USAGE"),
+        (("run", "{spec}", "--backend", "kuberflow", "--json"), 2, "USAGE"),
+        (("run", "{spec}", "--store", "s3:/bucket", "--json"), 2, "USAGE"),
         (("run", "{spec}", "--fresh", "--salt", "a", "--json"), 2, "USAGE"),
     ],
-    ids=["a spec", "a run", "an option", "two options"],
+    ids=["a spec", "a run", "an option", "a backend", "a store", "two options"],
 )
 def test_with_json_a_failure_is_one_document_on_standard_output(
     spec: Path, arguments: tuple[str, ...], code: int, name: str
