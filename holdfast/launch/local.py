@@ -29,6 +29,8 @@ from holdfast.runtime.environment import home, make_folder
 from holdfast.runtime.locks import NO_LOCKS, no_locks
 from holdfast.runtime.output import redacted_pieces
 from holdfast.runtime.secrets import for_ranks
+from holdfast.telemetry import emit
+from holdfast.telemetry.events import WarningIssued
 
 log = logging.getLogger("holdfast.launch")
 
@@ -232,7 +234,9 @@ def _lock(lock: TextIO, run_id: str) -> None:
     except BlockingIOError:
         lock.seek(0)
         holder = lock.read().strip()
-        log.info("run %s is being trained by process %s on this machine: waiting for it", run_id, holder)
+        message = f"run {run_id} is being trained by process {holder} on this machine; waiting until it ends"
+        log.warning(message)
+        emit(WarningIssued(message=message))
         fcntl.flock(lock, fcntl.LOCK_EX)
 
 

@@ -20,6 +20,7 @@ import pytest
 
 from holdfast.launch import GangExit, Job, LocalLauncher
 from holdfast.spec.cluster import Cluster
+from holdfast.telemetry.channel import add_listener
 from tests.faults.nodes import PATIENCE
 from tests.launch.launched import launched
 from tests.launch.metadata import Metadata
@@ -271,6 +272,28 @@ def test_no_rank_outlives_a_launcher_that_is_killed(tmp_path: Path) -> None:
         launcher.kill()
         assert_gone([*pids, torchrun.pid])
         launcher.wait(PATIENCE)
+
+
+def test_a_second_launcher_of_a_run_says_that_it_waits_for_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard: list[str] = []
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    remove = add_listener(lambda event, _: heard.append(event.text))
+    began = threading.Event()
+
+    def second() -> None:
+        with LocalLauncher(tmp_path).only_one("run"):
+            began.set()
+
+    with ThreadPoolExecutor(1) as threads:
+        with LocalLauncher(tmp_path).only_one("run"):
+            waiting = threads.submit(second)
+            until(lambda: bool(heard))
+            assert not began.is_set()
+        waiting.result(timeout=PATIENCE)
+    remove()
+    assert heard == [f"run run is being trained by process {os.getpid()} on this machine; waiting until it ends"]
 
 
 @pytest.mark.slow
