@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +29,7 @@ CURVES = {
     "learning_rate": "Learning rate",
     "tokens_per_second": "Throughput, tokens a second",
 }
+NARROW = 20  # characters of a change that is not broken: the table then fits 80 columns
 
 
 def find_comparison(store: Store, wanted: str) -> Comparison:
@@ -53,10 +54,18 @@ def print_comparison(console: Console, found: Comparison, store: Store) -> None:
     from rich.table import Column, Table
 
     blessed = found.best.word == BLESSED
-    table = Table("", *(Column(title, overflow="fold") for title in ("changes", *found.columns, "verdict", "run")))
-    for row in found.rows:
+    fields = {change.partition("=")[0] for row in found.rows for change in row.changes}
+    changes = [[_shortened(change, fields) for change in row.changes] for row in found.rows]
+    is_narrow = max((len(change) for row in changes for change in row), default=0) <= NARROW
+    table = Table(
+        "", Column("changes", overflow="fold", no_wrap=is_narrow), box=None, pad_edge=False, header_style="dim"
+    )
+    for title in (*found.columns, "verdict"):
+        table.add_column(title, overflow="fold")
+    table.add_column("run", no_wrap=True)
+    for row, changes_of_row in zip(found.rows, changes, strict=True):
         mark = "best" if blessed and row == found.best else ""
-        table.add_row(mark, "\n".join(row.changes), *row.shown, row.word.replace("_", " "), row.run_id)
+        table.add_row(mark, "\n".join(changes_of_row), *row.shown, row.word.replace("_", " "), row.run_id[:8])
     console.print(table, markup=False, highlight=False)
     if not blessed:
         console.print("no trial is blessed, so none is the best, and none is registered", highlight=False)
@@ -67,6 +76,15 @@ def print_comparison(console: Console, found: Comparison, store: Store) -> None:
     for trial in found.failed:
         console.print(f"failed: {trial.text}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"sweep {found.sweep_id} in {store.url}/sweeps/{found.sweep_id}/", highlight=False, soft_wrap=True)
+
+
+def _shortened(change: str, fields: Set[str]) -> str:
+    """A change with the shortest end of the field's name that no other one of the `fields` has."""
+    field, equals, value = change.partition("=")
+    parts = field.split(".")
+    ends = (".".join(parts[first:]) for first in reversed(range(len(parts))))
+    end = next((end for end in ends if sum(f".{other}".endswith(f".{end}") for other in fields) == 1), field)
+    return f"{end}{equals}{value}"
 
 
 def write_page(store: Store, records: Sequence[RunRecord], path: Path) -> Path:
