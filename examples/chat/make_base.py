@@ -86,6 +86,7 @@ def main() -> None:
     folder.mkdir(exist_ok=True)
     for file in files:
         (folder / file.name).write_bytes(b"".join(file.content()))
+    print(f"wrote {HERE / 'conversations.jsonl'} and {folder}")
 
 
 if __name__ == "__main__":

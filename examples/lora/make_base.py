@@ -81,6 +81,7 @@ def main() -> None:
     """Write both."""
     (HERE / "conversations.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in new_conversations()))
     write_base(HERE / "base")
+    print(f"wrote {HERE / 'conversations.jsonl'} and {HERE / 'base'}")
 
 
 if __name__ == "__main__":

@@ -38,3 +38,4 @@ def preferences(count: int = 1000) -> list[dict[str, object]]:
 if __name__ == "__main__":
     (HERE / "preferences.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in preferences()))
     LORA["write_base"](HERE / "base")
+    print(f"wrote {HERE / 'preferences.jsonl'} and {HERE / 'base'}")

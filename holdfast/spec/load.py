@@ -141,7 +141,8 @@ def _read(text: str, source: str) -> tuple[dict[str, Any], Places]:
         tree, lines = strict_yaml.read_placed(text)
     except strict_yaml.YamlRefusedError as error:
         place = _in_file(source, error.place) if error.place else ""
-        problem = Problem("(spec)", None, f"not valid YAML: {error}", "correct the syntax", place)
+        remedy = "indent with spaces instead of tabs" if r"character '\t'" in str(error) else "correct the syntax"
+        problem = Problem("(spec)", None, f"not valid YAML: {error}", remedy, place)
         raise SpecError([problem], source) from None
     if not isinstance(tree, dict):
         raise SpecError(

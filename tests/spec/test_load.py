@@ -288,7 +288,12 @@ def test_an_unreadable_spec_file_is_reported(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "says"),
-    [(b"name: \xff\xfe", "is not UTF-8"), (b"#" * (MAX_BYTES + 1), "is too large"), (b"{", "not valid YAML")],
+    [
+        (b"name: \xff\xfe", "is not UTF-8"),
+        (b"#" * (MAX_BYTES + 1), "is too large"),
+        (b"{", "(?s)not valid YAML.*correct the syntax"),
+        (b"model:\n\tlayers: 2\n", "(?s)not valid YAML.*indent with spaces instead of tabs"),
+    ],
 )
 def test_a_file_that_is_no_spec_is_reported_with_the_reason(tmp_path: Path, content: bytes, says: str) -> None:
     path = tmp_path / "wrong.yaml"

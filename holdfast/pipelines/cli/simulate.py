@@ -30,10 +30,14 @@ class EmitEngine(StrEnum):
 
 def simulate(
     cluster: Annotated[
-        Path, typer.Argument(help="The cluster: a YAML file such as examples/clusters/mixed-1000.yaml.")
+        Path,
+        typer.Argument(metavar="CLUSTER", help="The cluster: a YAML file such as examples/clusters/mixed-1000.yaml."),
     ],
     trace: Annotated[
-        str, typer.Argument(help="The jobs: a trace (Philly, Helios, Alibaba, or CSV), or synthetic:JOBS[:LOAD].")
+        str,
+        typer.Argument(
+            metavar="TRACE", help="The jobs: a trace (Philly, Helios, Alibaba, or CSV), or synthetic:JOBS[:LOAD]."
+        ),
     ] = f"{SYNTHETIC}5000:0.95",
     policy: Annotated[
         list[str] | None, typer.Option("--policy", "-p", help="A policy; repeat it for more. None takes all of them.")
