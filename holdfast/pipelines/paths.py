@@ -48,14 +48,14 @@ def load_filled(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Spec, 
 
         if problems := problems_with_start(spec, remote=False):
             raise place_problems(problems, Path(path), overrides)
-    spec = resolve_script(spec, Path(path).parent)
-    if spec.train.inputs:
-        from holdfast.script.inputs import resolve_inputs
+    try:
+        spec = resolve_script(spec, Path(path).parent)
+        if spec.train.inputs:
+            from holdfast.script.inputs import resolve_inputs
 
-        try:
             spec = resolve_inputs(spec, Path(path).parent)
-        except SpecError as error:
-            raise place_problems(error.problems, Path(path), overrides) from None
+    except SpecError as error:
+        raise place_problems(error.problems, Path(path), overrides) from None
     return spec, filled
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.pipelines.backends.request import check_for_cluster
-from holdfast.pipelines.paths import absolute, store_root, with_absolute_paths
+from holdfast.pipelines.paths import absolute, load_spec, store_root, with_absolute_paths
 from holdfast.runtime.environment import store_url
 from holdfast.spec import SpecError, parse_spec
 from holdfast.spec.errors import UsageError
@@ -20,6 +20,14 @@ def test_a_store_that_is_neither_a_url_nor_a_path_is_refused(monkeypatch: pytest
     monkeypatch.setenv("HOLDFAST_STORE", "/tmp/store")
     with pytest.raises(SpecError, match=r"(?s)HOLDFAST_STORE: is neither .*'/tmp/store'.*write file:///path"):
         store_url()
+
+
+def test_a_script_that_does_not_exist_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "spec.yaml"
+    path.write_text("name: mine\ntrain:\n  script: lost.py\n")
+    with pytest.raises(SpecError) as error:
+        load_spec(path)
+    assert [problem.place for problem in error.value.problems] == [f"{path}:3:3"]
 
 
 def test_local_paths_become_absolute_and_urls_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
