@@ -66,10 +66,13 @@ def place(store: Store, key: str) -> str:
 
 def model_place(store: Store, record: RunRecord) -> str:
     """The location of the exported model's folder; empty without one."""
-    export = str((record.result or {}).get("export") or "")
-    if export and record.is_script:
-        return place(store, export.rstrip("/"))
-    return place(store, f"{export.rstrip('/')}/config.json").removesuffix("/config.json") if export else ""
+    export = str((record.result or {}).get("export") or "").rstrip("/")
+    if not export:
+        return ""
+    name = "config.json"
+    if record.is_script:  # any name
+        name = next((info.key.removeprefix(f"{export}/") for info in store.list(f"{export}/")), name)
+    return place(store, f"{export}/{name}").removesuffix(f"/{name}")
 
 
 def report_place(store: Store, record: RunRecord) -> str:
@@ -100,6 +103,8 @@ def next_commands(store: Store, record: RunRecord) -> list[str]:
     use = ["chat", short] if talks else ["models", "generate", short, prompt]
     if record.is_script:
         use = ["checkpoints", "list", short]
+    elif (record.spec.get("data") or {}).get("kind") == "prompts":
+        use = ["rollouts", short]
     commands = [["show", short, *store_option], ["ui"]]
     if not record.is_script or record.step:  # a script without a session has no checkpoint
         commands.insert(0, [*use, *store_option])

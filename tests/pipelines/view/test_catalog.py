@@ -13,13 +13,15 @@ from typer.testing import CliRunner
 from holdfast.pipelines.backends.record import Record, find_record
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.view.catalog import all_runs, find_run, read_run, some_runs
-from holdfast.pipelines.view.summary import next_commands
+from holdfast.pipelines.view.summary import model_place, next_commands
 from holdfast.spec.errors import MissingError
 from holdfast.store import Store, layout, open_store
 from holdfast.store.interface import ObjectInfo
 from holdfast.telemetry.rank_logs import RankLog, new_stream
 from holdfast.telemetry.run_metadata import mark_name
 from tests.protocol.bucket import Bucket, MemoryStore
+
+SCRIPT = {"data": None, "train": {"script": "train.py"}}  # the sections of a run of a training script
 
 
 @pytest.fixture
@@ -209,7 +211,8 @@ def test_a_submission_is_found_by_its_id_its_name_and_what_the_backend_calls_it(
         ),
         ({"data": {"kind": "chat"}}, "holdfast chat aaaa"),
         ({"data": {"kind": "unpaired"}}, "holdfast chat aaaa"),
-        ({"data": None, "train": {"script": "train.py"}}, "holdfast checkpoints list aaaa"),
+        ({"data": {"kind": "prompts"}}, "holdfast rollouts aaaa"),
+        (SCRIPT, "holdfast checkpoints list aaaa"),
     ],
 )
 def test_the_next_command_is_one_that_suits_what_was_trained(
@@ -228,3 +231,13 @@ def test_a_silent_rank_is_named_as_silent(folder_store: Store, monkeypatch: pyte
     result = CliRunner().invoke(app, ["logs", "aaaa", "--rank", "2"])
     assert (result.exit_code, result.stdout) == (0, "")
     assert "rank 2 of run aaaa has printed nothing yet" in result.stderr
+
+
+@pytest.mark.parametrize(("section", "file"), [({"data": {"kind": "text"}}, "config.json"), (SCRIPT, "any/w.bin")])
+def test_the_model_of_a_run_in_a_folder_is_a_path(folder_store: Store, section: dict[str, Any], file: str) -> None:
+    result = json.dumps({"run_id": "aaaa", "dataset_id": "d", "step": 3, "export": "runs/aaaa/export/step-3/"})
+    run = json.dumps({"spec": {"name": "good", **section}, "dataset_id": "d"})
+    write(folder_store, "aaaa", "good", run=run.encode(), result=result.encode())
+    folder_store.put(f"runs/aaaa/export/step-3/{file}", b"1")
+    folder = folder_store.url.removeprefix("file://")
+    assert model_place(folder_store, read_run(folder_store, "aaaa")) == f"{folder}/runs/aaaa/export/step-3"
