@@ -138,8 +138,14 @@ class Record:
         if previous is None:
             return self
         last = previous.accepted(store)
-        same = (last.spec, last.image) == (self.spec, self.image)
+        same = (last.spec, last.image) == (self.spec, self.image) and not last.alive
         return replace(self, former=last.former if same else {**asdict(last), "former": None})
+
+    @property
+    def newest_alive(self) -> Record:
+        """This submission, or the previous one if only that one's process still runs on this machine."""
+        former = read_record(self.former or {}) if not self.alive else None
+        return former if former is not None and former.backend == self.backend and former.alive else self
 
     def _key(self, file: str, identity: str = "") -> str:
         identity = identity or self.run_id

@@ -173,7 +173,7 @@ class RunRecord:
         from holdfast.pipelines.backends.record import read_record
 
         record = read_record(self.submission)
-        return record is not None and record.alive
+        return record is not None and record.newest_alive.alive
 
     @property
     def model_version(self) -> str:

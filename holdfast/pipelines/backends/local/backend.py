@@ -85,6 +85,7 @@ class Local:
         """The current status of a run or sweep, or its progress if it does not run."""
         store = open_store(self._url)
         record = find_record(store, run)
+        record = record and record.newest_alive
         if record and record.is_sweep:
             return _sweep_status(record, store)
         run_record = read_run(store, record.run_id) if record else find_run(store, run)
@@ -143,7 +144,7 @@ class Local:
         record = find_record(open_store(self._url), run)
         if record is None or record.backend != self.name:
             raise MissingError(f"{run!r}: no run of this machine in {self._url} has that id or name")
-        return record
+        return record.newest_alive
 
     def _status(self, found: RunRecord, record: Record | None) -> RunStatus:
         from holdfast.pipelines.backends.local.run import code_of, steps_of

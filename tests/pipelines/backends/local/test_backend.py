@@ -16,7 +16,7 @@ import pytest
 
 from holdfast.pipelines.backends.local.backend import Local
 from holdfast.pipelines.backends.local.run import keep_outcomes
-from holdfast.pipelines.backends.record import Record, find_record, process_start, record_of
+from holdfast.pipelines.backends.record import Record, find_record, keep, process_start, record_of
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.view.catalog import all_runs
 from holdfast.spec import parse_spec
@@ -73,6 +73,19 @@ def test_a_run_is_running_as_long_as_its_process_and_cancelling_ends_that(
     assert process.wait(300) == 143
     run_status, running = local.cancel("small")
     assert (run_status.state, running) == ("UNFINISHED", False)
+
+
+def test_a_second_command_that_has_ended_does_not_hide_the_first_which_still_runs(
+    record: Record, local: Local, process: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    url = f"file://{tmp_path}/store"
+    alive = replace(record, outcomes=str(tmp_path))
+    alive.write(open_store(url))
+    assert keep(replace(alive, pid=2**22 + 1, submitted=record.submitted + 1), url) == ""  # no process has this number
+    assert local.status(RUN_ID).state == "RUNNING"
+    assert local.cancel(RUN_ID)[1] is True
+    assert process.wait(300) == 143
+    assert local.status(RUN_ID).state == "UNFINISHED"
 
 
 def test_a_record_of_another_version_is_no_obstacle(record: Record, local: Local, tmp_path: Path) -> None:
