@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 from holdfast.corpus.chat import ConversationError, conversation_text, labeled_text, pair_text, prompt_text
@@ -82,7 +82,7 @@ def document_of(record: Any, reading: Reading, raw: bytes = b"", *, mapped: bool
     kind = reading.kind
     if kind == "text":
         value = record.get(reading.text_field) if isinstance(record, dict) else None
-        return text_of(value, reading.text_field, raw, _keys(record) if raw else "")
+        return text_of(value, reading.text_field, raw, partial(_keys, record) if raw else str)
     excerpt_ = shown(raw or repr(record)[: 8 * EXCERPT].encode(errors="replace"))
     try:
         value = READERS[kind][0](reading.map.apply(record) if mapped else record)
@@ -113,10 +113,12 @@ def _preset_for(record: Any, reading: Reading) -> str:
     return ""
 
 
-def text_of(value: Any, text_field: str, raw: bytes = b"", keys: str = "") -> Record:
-    """`value` if it is text that can be encoded. `keys` are those of its record, for messages."""
+def text_of(value: Any, text_field: str, raw: bytes = b"", keys: Callable[[], str] = str) -> Record:
+    """`value` if it is text that can be encoded. `keys` says which ones its record has, for messages."""
     if not isinstance(value, str):
-        return Flaw("no_text", f"has no text under {text_field!r}{keys}; check `text_field` of the source", shown(raw))
+        return Flaw(
+            "no_text", f"has no text under {text_field!r}{keys()}; check `text_field` of the source", shown(raw)
+        )
     if not value.isascii():
         try:
             value.encode("utf-8")
