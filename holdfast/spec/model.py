@@ -269,7 +269,8 @@ class Model(Section):
 
     @property
     def packable(self) -> bool:
-        """Whether generation on the CPU packs the layers: narrow and dense ones of Llama, Mistral or Qwen."""
+        """Whether generation on the CPU packs the layers: narrow, dense ones with the operations of Llama, Mistral or
+        Qwen (also phi3 with heads that are rotated whole, and smollm3 with all layers rotated)."""
         preset, layers = self.preset, self.layer_shapes()
         return (
             self.hidden < 1024  # packed matrices of more columns are no faster

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -21,3 +22,9 @@ def test_the_documentation_builds_without_a_warning_and_shows_the_docstrings(tmp
     assert built.returncode == 0, built.stderr
     assert 'id="holdfast.store.Store.put_if_absent"' in (tmp_path / "api/index.html").read_text()
     assert "make demo" in (tmp_path / "index.html").read_text()
+
+
+def test_every_decision_is_in_the_navigation_by_number() -> None:
+    names = re.findall(r"decisions/(\d+.*\.md)", (ROOT / "mkdocs.yml").read_text())
+    assert names
+    assert names == sorted(path.name for path in (ROOT / "docs" / "decisions").glob("[0-9]*.md"))
