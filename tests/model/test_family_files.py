@@ -148,6 +148,8 @@ def test_the_language_model_of_a_gemma_that_sees_images_is_read(tmp_path: Path, 
     require_fit(read_hugging_face(tmp_path), ours_of("gemma3_text"), VOCABULARY)
     ours, _ = load_exported(tmp_path)
     assert same_logits("gemma3_text", ours(TOKENS), text(TOKENS).logits)
-    changed = json.loads((tmp_path / "config.json").read_text()) | {"text_config": 3}
+    written = json.loads((tmp_path / "config.json").read_text())
     with pytest.raises(DataError, match="text_config is 3; an object is needed"):
-        read_config("c", changed)
+        read_config("c", written | {"text_config": 3})
+    with pytest.raises(DataError, match=r"quantization_config\.quant_method is 'gptq'"):
+        read_config("c", written | {"quantization_config": {"quant_method": "gptq"}})

@@ -163,11 +163,30 @@ def test_a_tied_checkpoint_may_repeat_the_head_if_it_is_the_embedding(tmp_path: 
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"attention_bias": True}, "attention_bias is True"),
         ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"attention_dropout": 0.1}, "attention_dropout is 0.1; only 0.0 can be read"),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1; only 0.0 can be read; set it to 0.0 to train"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quant_method is 'gptq'; only weights of 16 and 32 bits"),
         ({"quantization_config": {"quant_method": "mxfp4"}}, "quant_method is 'mxfp4'.*of gpt_oss"),
+        (
+            {"quantization_config": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}},
+            "quantization_config is .*load_in_4bit.*; only weights of 16 and 32 bits .* use weights that are not",
+        ),
+        ({"quantization_config": {"quant_method": None, "bits": 4}}, "quantization_config is .*bits.: 4.*; only"),
+        ({"compression_config": {"format": "int-quantized"}}, "compression_config is .*int-quantized.*; only"),
+        ({"compression_config": {"quant_method": "mxfp4"}}, "compression_config.quant_method is 'mxfp4'; only"),
+        ({"compression_config": [4]}, "compression_config is .4.; an object is needed"),
         ({"quantization_config": "fp8"}, "quantization_config is 'fp8'; an object is needed"),
-        ({"model_type": "deepseek_v3", "architectures": None, "scoring_func": "softmax"}, "scoring_func is 'softmax'"),
+        (
+            {"model_type": "deepseek_v3", "architectures": None, "scoring_func": "softmax"},
+            "scoring_func is 'softmax'; only 'sigmoid' can be read; use another model",
+        ),
+        (
+            {"model_type": "deepseek_v3", "architectures": None, "topk_method": "greedy"},
+            "topk_method is 'greedy'; only 'noaux_tc' can be read; use another model",
+        ),
+        (
+            {"model_type": "gpt_oss", "architectures": None, "attention_bias": True, "swiglu_limit": 9.0},
+            "swiglu_limit is 9.0; only 7.0 can be read; use another model",
+        ),
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8}}, "rope_type 'llama3' without low_freq_factor"),
         (
             {"rope_scaling": {"type": "dynamic", "factor": 2}},

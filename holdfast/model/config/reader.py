@@ -54,7 +54,7 @@ _TYPES: dict[str, str] = {
         _TEXT: "model_type hidden_act hidden_activation",
         _TEXTS: "architectures layer_types",
         _INTEGERS: "no_rope_layers",
-        _OBJECT: "rope_scaling rope_parameters id2label quantization_config",
+        _OBJECT: "rope_scaling rope_parameters id2label quantization_config compression_config",
     }.items()
     for key in keys.split()
 }
@@ -95,6 +95,7 @@ def _require_types(path: str, settings: Mapping[str, Any], types: Mapping[str, s
             raise DataError(f"{path}: {key} is {shown(value)}; {kind} is needed")
 
 
+_QUANTIZED = ("quantization_config", "compression_config")
 # Of the published code of deepseek_v3, which `transformers` does not read.
 _OF_DEEPSEEK = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
@@ -124,7 +125,9 @@ def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
     only = {"attention_dropout": 0.0, **(_OF_DEEPSEEK if name == "deepseek_v3" else {})}
     for key, required in {**dict([family.activation]), **family.fixed, **only}.items():
         if settings.get(key) not in (required, None):
-            raise DataError(f"{path}: {key} is {shown(settings[key])}; only {required!r} can be read")
+            is_noise = type(required) is float and required == 0  # of training, such as dropout
+            remedy = f"set it to {required!r} to train without it" if is_noise else "use another model"
+            raise DataError(f"{path}: {key} is {shown(settings[key])}; only {required!r} can be read; {remedy}")
     _refuse_quantized(path, name, settings)
     count = {}
     if "experts" in family.mixture and "num_local_experts" in settings:  # the key of transformers 5
@@ -144,12 +147,16 @@ def read_config(path: str, settings: Mapping[str, Any]) -> ReadConfig:
 
 
 def _refuse_quantized(path: str, family: str, settings: Mapping[str, Any]) -> None:
-    method = (settings.get("quantization_config") or {}).get("quant_method")
-    if method is not None and (family, method) != ("gpt_oss", "mxfp4"):
-        raise DataError(
-            f"{path}: quantization_config.quant_method is {shown(method)}; only weights of 16 and 32 bits can be read, "
-            "and mxfp4 of gpt_oss; use weights that are not quantized (training.lora.base: nf4 stores those in 4 bits)"
-        )
+    """Raises DataError for a section of quantized weights, also without the name of its method, as in old ones."""
+    for key in _QUANTIZED:
+        section = settings.get(key) or {}
+        method = section.get("quant_method")
+        if section and (key, family, method) != ("quantization_config", "gpt_oss", "mxfp4"):
+            where, value = (key, section) if method is None else (f"{key}.quant_method", method)
+            raise DataError(
+                f"{path}: {where} is {shown(value)}; only weights of 16 and 32 bits can be read, and mxfp4 of gpt_oss; "
+                "use weights that are not quantized (training.lora.base: nf4 stores those in 4 bits)"
+            )
 
 
 def _of_text(path: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -160,7 +167,8 @@ def _of_text(path: str, settings: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(own, dict):
         raise DataError(f"{path}: text_config is {shown(own)}; an object is needed")
     of_both = {key: settings[key] for key in ("eos_token_id", "tie_word_embeddings", "dtype", OWN) if key in settings}
-    return {**of_both, **own, "model_type": "gemma3_text", "architectures": None}
+    quantized = {key: settings[key] for key in _QUANTIZED if settings.get(key)}
+    return {**of_both, **own, **quantized, "model_type": "gemma3_text", "architectures": None}
 
 
 def _family(path: str, settings: Mapping[str, Any]) -> tuple[str, FamilyConfig]:
