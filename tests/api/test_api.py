@@ -121,7 +121,7 @@ def test_a_run_that_fails_raises_the_code_of_its_step(home: Path) -> None:
 
 
 def test_an_unknown_backend_is_refused(home: Path) -> None:
-    with pytest.raises(MissingError, match="is no backend"):
+    with pytest.raises(UsageError, match="is not a backend; use one of local"):
         holdfast.run("spec.yaml", backend="nomad")
 
 

@@ -96,8 +96,8 @@ def test_sentences_of_the_help_break_where_the_terminal_does(tmp_path: Path) -> 
 def test_a_backend_that_does_not_exist_is_refused_by_every_command_that_takes_one(tmp_path: Path) -> None:
     for command in (["run", QUICKSTART], ["runs"], ["doctor"]):
         result = holdfast(tmp_path, *command, "--backend", "slrum")
-        assert (result.returncode, result.stdout) == (15, ""), command
-        assert "write one of local, kubeflow, argo, slurm" in result.stderr
+        assert (result.returncode, result.stdout) == (2, ""), command
+        assert "use one of local, kubeflow, argo, slurm" in result.stderr
 
 
 def test_compiled_yaml_has_no_anchors(tmp_path: Path) -> None:
