@@ -17,8 +17,8 @@ from holdfast.checkpoint.attempts import list_attempts
 from holdfast.checkpoint.root import Root, UnfitError, checkpoint_times, read_root
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store
+from holdfast.store.commit_order import newest_of
 from holdfast.store.parallel import in_parallel
-from holdfast.store.sequence import newest_of
 
 log = logging.getLogger("holdfast.checkpoint")
 

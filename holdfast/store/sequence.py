@@ -1,5 +1,5 @@
 """Numbered records in a folder of the store, from `000001.json`: each number is taken once, even by concurrent
-writers. Also the rule for the newest checkpoint among those of several attempts."""
+writers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import socket
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -87,21 +86,3 @@ def read_record(store: Store, folder: str, number: int, model: type[BaseModel] |
     except DataError as error:
         raise BadReaderError(str(error)) from None
     return record
-
-
-def newest_of(
-    steps: Sequence[int],
-    writer_of: Callable[[int], int | None],
-    claims: Callable[[int], Iterable[int]],
-    attempt: int | None = None,
-) -> int:
-    """The newest of the checkpoints at `steps`, in ascending order. `writer_of` maps a step to the attempt that wrote
-    its root, None if unreadable. `claims` maps a number to all attempts above it, including the caller's `attempt`.
-
-    Older roots are read only where an attempt in between could have been replaced without noticing.
-    """
-    highest = steps[-1]
-    writer = writer_of(highest)
-    if writer is None or not any(writer < number and number != attempt for number in claims(writer)):
-        return highest
-    return max([(writer_of(step) or 0, step) for step in steps[:-1]] + [(writer, highest)])[1]

@@ -24,9 +24,10 @@ from pydantic import BaseModel
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.json_parsing import parse_json, parse_json_lines
 from holdfast.store import Store, layout
+from holdfast.store.commit_order import newest_of
 from holdfast.store.json_reading import read_bounded
 from holdfast.store.parallel import in_parallel
-from holdfast.store.sequence import newest_of, records
+from holdfast.store.sequence import records
 
 log = logging.getLogger("holdfast.telemetry")
 
