@@ -48,7 +48,7 @@ def fill_from_model(tree: dict[str, Any]) -> list[Problem]:
     config = read_settings(f"{place}/config.json", _NAME)
     if not config:
         lost = "://" not in source and not Path(source).is_dir()
-        raise MissingError(f"{_NAME}: {source} {'is no folder' if lost else 'has no config.json'}; {_LAYOUT}")
+        raise _missing(_NAME, source, "is no folder" if lost else "has no config.json", _LAYOUT)
     read = read_config(f"{place}/config.json", config)
     problems = _fill_model(model, source, place, config, read)
     data = tree.get("data")
@@ -104,6 +104,12 @@ def teacher_of(spec: Spec) -> Model | None:
         log.warning("training.distillation.teacher: the plan does not count it: %s", error)
         return None
     return shape.model_copy(update={"context": spec.model.context})
+
+
+def _missing(field: str, value: str, message: str, remedy: str) -> MissingError:
+    error = MissingError(f"{field}: {value} {message}; {remedy}")
+    error.problem = Problem(field, value, message, remedy)
+    return error
 
 
 def _pinned(source: str) -> str:
@@ -218,10 +224,8 @@ def _read_tokenizer(path: str, source: str, place: str) -> str:
     name = _NAME if path == f"{place}/tokenizer.json" else "data.tokenizer.path"
     raw = read_user_file(path, name, MAX_FILE_BYTES, missing=None)
     if raw is None:
-        raise MissingError(
-            f"{name}: {source if name == _NAME else path} has no tokenizer.json; save the model's fast tokenizer "
-            "there, or name its tokenizer.json in data.tokenizer.path"
-        )
+        remedy = "save the model's fast tokenizer there, or name its tokenizer.json in data.tokenizer.path"
+        raise _missing(name, source if name == _NAME else path, "has no tokenizer.json", remedy)
     try:
         return raw.decode()
     except UnicodeDecodeError:

@@ -232,6 +232,7 @@ class MissingError(HoldfastError):
     """A run, dataset, bucket or file that was named does not exist."""
 
     exit_code = ExitCode.NOT_FOUND
+    problem: Problem | None = None  # of the spec's field that names what is missing
 
 
 class AccessDeniedError(HoldfastError):

@@ -123,9 +123,8 @@ def _raise_with_fields(
     try:
         Spec.model_validate(tree)
     except ValidationError as refused:
-        reason, _, remedy = str(error).removeprefix(f"model.{FROM}: ").partition("; ")
-        first = Problem(f"model.{FROM}", source_of_model, f"cannot be used: {reason}", remedy)
-        problems = [first, *_problems(refused.errors(include_url=False))]
+        unknown = Problem(f"model.{FROM}", source_of_model, f"cannot be used: {error}", "name a model that can be read")
+        problems = [error.problem or unknown, *_problems(refused.errors(include_url=False))]
         raise SpecError([_placed(problem, places) for problem in problems], source) from None
     raise error
 

@@ -228,14 +228,33 @@ def test_a_folder_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 
 def test_a_missing_model_is_reported_with_every_refused_field(tmp_path: Path) -> None:
-    path = write_spec(tmp_path, **{"from": str(tmp_path / "gone"), "layers": -1})
+    gone = str(tmp_path / "a; b: gone")
+    path = write_spec(tmp_path, **{"from": gone, "layers": -1})
     with pytest.raises(SpecError) as caught:
         load_spec(path, ["training.steps=0", "training.optimizer.learning_rat=1"])
     fields = [problem.field for problem in caught.value.problems]
     assert fields == ["model.from", "model.layers", "training.steps", "training.optimizer.learning_rat"]
     first = caught.value.problems[0]
-    assert first.value == str(tmp_path / "gone") and "is no folder" in first.message
+    assert (first.value, first.message) == (gone, "is no folder")
     assert first.remedy.startswith("name a folder") and first.place
+
+
+def test_a_missing_tokenizer_is_reported_with_every_refused_field(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "a; b")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(SpecError) as caught:
+        load_spec(write_spec(tmp_path, **{"from": str(folder)}), ["training.steps=0"])
+    first, second = caught.value.problems
+    assert (first.field, first.value, first.message) == ("model.from", str(folder), "has no tokenizer.json")
+    assert first.remedy.startswith("save the model's fast tokenizer") and second.field == "training.steps"
+
+
+def test_a_repository_that_the_hub_lacks_is_reported_with_every_refused_field(hub: Hub, tmp_path: Path) -> None:
+    with pytest.raises(SpecError) as caught:
+        load_spec(write_spec(tmp_path, **{"from": "hf://tiny/gone"}), ["training.steps=0"])
+    first, second = caught.value.problems
+    assert (first.field, first.value, second.field) == ("model.from", "hf://tiny/gone", "training.steps")
+    assert "no such repository or revision" in first.message and first.remedy == "name a model that can be read"
 
 
 def test_a_step_refuses_a_spec_that_names_a_model_instead_of_its_fields(tmp_path: Path) -> None:
