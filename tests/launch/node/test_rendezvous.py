@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import inspect
 import os
 import pickle
 import socket
@@ -12,14 +13,18 @@ from typing import Any
 
 import pytest
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous import (
+    RendezvousParameters,
+    dynamic_rendezvous,
+    rendezvous_handler_registry,
+)
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _NodeDesc, _RendezvousState
 
 from holdfast.launch.device import MEETING_VARIABLE
 from holdfast.launch.node import rendezvous
 from holdfast.launch.node.rendezvous import SealedBackend
 from holdfast.runtime.sealing import seal
-from tests.ports import LAUNCH_KEY
+from tests.ports import LAUNCH_KEY, free_port
 
 (KEY,) = LAUNCH_KEY.values()
 RUN = "run"
@@ -44,6 +49,7 @@ def store() -> TCPStore:
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(rendezvous_handler_registry, "_registry", {})
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", dynamic_rendezvous.get_method_name)
     return rendezvous_handler_registry
 
 
@@ -153,3 +159,29 @@ def test_no_other_rendezvous_can_be_chosen(registry: Any, tmp_path: Path) -> Non
     rendezvous.install(tmp_path, KEY, alone=False)
     with pytest.raises(ValueError, match="not registered"):
         registry.create_handler(RendezvousParameters("etcd-v2", "127.0.0.1:1", RUN, 1, 2))
+
+
+def test_no_operation_of_an_elastic_gang_searches_the_modules_for_its_caller(
+    registry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rendezvous.install(tmp_path, KEY, alone=False)
+    replacement, names, searches = dynamic_rendezvous.get_method_name, list[str](), list[str]()
+
+    def named(depth: int = 2) -> str:
+        names.append(replacement(depth))
+        return names[-1]
+
+    def searched(*_: object) -> list[inspect.FrameInfo]:
+        searches.append("inspect.stack")
+        return []
+
+    monkeypatch.setattr(dynamic_rendezvous, "get_method_name", named)
+    monkeypatch.setattr(inspect, "stack", searched)
+    endpoint = f"127.0.0.1:{free_port()}"
+    handler = registry.create_handler(
+        RendezvousParameters("c10d", endpoint, RUN, 1, 1, local_addr="127.0.0.1", is_host=True)
+    )
+    handler.next_rendezvous()
+    assert handler.shutdown()
+    assert names, "torch no longer calls the function that `install` replaces: find what it calls now"
+    assert set(names) == {""} and not searches
