@@ -111,7 +111,7 @@ class ImportedState:
             rows, columns = self._weights.shapes[name]
             found = None if base is None else base.read(name, (rows, columns))
             if found is None:
-                slabs = [nf4.quantise(rows) for rows in self._weights.rows(name)]  # a row has whole blocks
+                slabs = [nf4.quantise(slab) for slab in self._weights.rows(name)]  # a row has whole blocks
                 codes, scales = (torch.cat(parts) for parts in zip(*slabs, strict=True))
                 found = codes, scales
                 if base is not None:

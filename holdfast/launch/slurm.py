@@ -3,6 +3,10 @@
 After a failed launch, the next one starts on the nodes of the allocation, without waiting in the queue. The batch job
 must be the only one of its run (Slurm's `singleton`). It must be requeued when the allocation ends, at its time limit
 or with a node.
+
+Slurm's commands get an environment without the variables of an enclosing job (`without_job`) or step (`without_step`).
+Slurm gives a job variables that its own commands read as options. Inside a job, `srun` leaves SLURM_CPU_BIND and
+`sbatch --array` leaves SLURM_ARRAY_TASK_ID, and `sbatch` copies all of them into the job that it makes.
 """
 
 from __future__ import annotations

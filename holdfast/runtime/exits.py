@@ -1,4 +1,5 @@
-"""Ends of a process: exit codes of exceptions, and shutdown requests with their listener.
+"""Ends of a process and of its threads: exit codes of exceptions, shutdown requests with their listener, and a wait
+for a thread that counts only this process's own time.
 
 Where KFP's launcher runs a step, SIGTERM reaches the process group and ends the launcher. Argo's executor polls once a
 second whether the launcher is gone, and then the container ends (docs/retries.md). So everything necessary happens in
@@ -16,6 +17,8 @@ from contextlib import contextmanager
 
 from holdfast.runtime.logs import log
 from holdfast.spec.errors import ExitCode, HoldfastError, missing_package
+
+SLICE = 0.1  # seconds of one wait in `join_within`
 
 
 def code_of(error: BaseException) -> ExitCode:
@@ -106,9 +109,6 @@ def on_shutdown_request(listener: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         request.queue.put(False)
-
-
-SLICE = 0.1  # seconds
 
 
 def join_within(thread: threading.Thread, seconds: float) -> None:

@@ -173,7 +173,7 @@ def write_base(folder: Path, overrides: tuple[str, ...]) -> None:
 
 
 DEEPSEEK_LORA = (*DEEPSEEK, 'training.lora.targets=["o_proj", "gate_proj", "up_proj", "down_proj"]')
-FSDP, DEALT = "parallel.strategy=fsdp", "parallel.expert=2"
+FSDP, EXPERT = "parallel.strategy=fsdp", "parallel.expert=2"
 NF4 = "training.lora.base=nf4"
 HALVES = ("model.hidden=128", "model.ffn=128")  # of the columns that two ranks split, whole blocks of NF4
 SHARED_HALVES = (*SHARED, *HALVES, NF4)
@@ -181,27 +181,27 @@ DEEPSEEK_HALVES = (
     *DEEPSEEK_LORA, "model.ffn=128", "model.latent={query: 64, key_value: 64, rope: 8, value: 32}", NF4,
 )  # fmt: skip
 LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # the model of each case, and its layout on two ranks
-    "dealt": (SHARED, (FSDP, DEALT)),
-    "dealt copies": (MIXTRAL, ("parallel.strategy=ddp", DEALT)),
-    "split": (GPT_OSS, (FSDP, "parallel.tensor=2")),
-    "split, dealt": (SHARED, (FSDP, "parallel.tensor=2", DEALT)),
+    "expert parallel": (SHARED, (FSDP, EXPERT)),
+    "expert parallel copies": (MIXTRAL, ("parallel.strategy=ddp", EXPERT)),
+    "tensor parallel": (GPT_OSS, (FSDP, "parallel.tensor=2")),
+    "tensor and expert parallel": (SHARED, (FSDP, "parallel.tensor=2", EXPERT)),
     "narrow stages": ((*MIXTRAL, "training.lora.base=bf16"), (FSDP, "parallel.pipeline=2", "training.micro_batch=1")),
     "packed shards": ((*MIXTRAL, "training.lora.base=nf4"), (FSDP, "training.activation_checkpointing=full")),
     "context": (DEEPSEEK_LORA, (FSDP, "parallel.context=2")),
-    "latents, split": ((*DEEPSEEK_LORA, "training.lora.base=bf16"), (FSDP, "parallel.tensor=2")),
+    "latents, tensor parallel": ((*DEEPSEEK_LORA, "training.lora.base=bf16"), (FSDP, "parallel.tensor=2")),
     "sums": ((*MIXTRAL, "training.determinism=elastic"), ("parallel.strategy=ddp",)),
-    "packed, dealt": ((*SHARED, NF4), (FSDP, DEALT)),
-    "packed copies, dealt": ((*MIXTRAL, NF4), ("parallel.strategy=ddp", DEALT)),
-    "packed, split": (SHARED_HALVES, (FSDP, "parallel.tensor=2")),
-    "packed, split, dealt": (SHARED_HALVES, (FSDP, "parallel.tensor=2", DEALT)),
-    "packed, split, biases": ((*GPT_OSS, *HALVES, NF4), (FSDP, "parallel.tensor=2")),
-    "packed latents, split": (DEEPSEEK_HALVES, (FSDP, "parallel.tensor=2")),
+    "packed, expert parallel": ((*SHARED, NF4), (FSDP, EXPERT)),
+    "packed copies, expert parallel": ((*MIXTRAL, NF4), ("parallel.strategy=ddp", EXPERT)),
+    "packed, tensor parallel": (SHARED_HALVES, (FSDP, "parallel.tensor=2")),
+    "packed, tensor and expert parallel": (SHARED_HALVES, (FSDP, "parallel.tensor=2", EXPERT)),
+    "packed, tensor parallel, biases": ((*GPT_OSS, *HALVES, NF4), (FSDP, "parallel.tensor=2")),
+    "packed latents, tensor parallel": (DEEPSEEK_HALVES, (FSDP, "parallel.tensor=2")),
     "packed stages": ((*SHARED, NF4), (FSDP, "parallel.pipeline=2", "training.micro_batch=1")),
     "packed context": ((*MIXTRAL, NF4), (FSDP, "parallel.context=2")),
     "packed sums": ((*MIXTRAL, NF4, "training.determinism=elastic"), ("parallel.strategy=ddp",)),
     "packed sums of shards": ((*SHARED, NF4, "training.determinism=elastic", FSDP), ()),
 }  # fmt: skip
-FAST = ("dealt",)
+FAST = ("expert parallel",)
 
 
 @pytest.fixture(scope="module")

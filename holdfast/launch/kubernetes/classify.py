@@ -1,19 +1,18 @@
 """Classification of pods: why a pod ended or does not start. Pure functions of the pod, as the API returns it.
 
 Each result has an exit code, a message with the remedy, and whether the node is blamed. Why a pod does not appear at
-all (a quota, an admission policy, a missing account or volume) only the events of its job show: `PodEvents`.
+all (a quota, an admission policy, a missing account or volume), only the events of its job show: `watch.PodEvents`
+queries them, and `classify_message` classifies their text.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.launch.exits import RankExit, parse_exit_report, root_cause
-from holdfast.launch.kubernetes.client import Api, Object
-from holdfast.spec.errors import AccessDeniedError, ExitCode, HoldfastError
+from holdfast.launch.kubernetes.client import Object
+from holdfast.spec.errors import ExitCode
 
 # Codes that healthy nodes do not cause: fatal signals of the hardware kind, a hang, a full disk, wrong bits.
 _BAD_NODE_CODES = frozenset(
@@ -25,9 +24,6 @@ _BAD_NODE_REASONS = frozenset(
 _IMAGE = frozenset({"ErrImagePull", "ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull", "ImageInspectError"})
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 _NEVER_STARTED = frozenset({"StartError", "ContainerCannotRun"})
-log = logging.getLogger("holdfast.launch")
-ASK_SECONDS = 3.0  # between two queries
-LONGEST_WORDS = 400
 # Words of an event -> the exit code of a job that waits too long because of it, and the remedy.
 _REMEDIES: tuple[tuple[str, ExitCode, str], ...] = (
     (
@@ -247,35 +243,6 @@ def _in_words(code: int) -> str:
         return f"exit code {code}, signal {code - 128}" if code > 128 else f"exit code {code}"
 
 
-class PodEvents:
-    """The newest warning about some objects, queried at intervals. While the server is unavailable, it adds nothing."""
-
-    def __init__(self, api: Api) -> None:
-        self._api = api.within(api.namespace, patience=ASK_SECONDS)
-        self._polled_at: float | None = None
-        self._allowed = True
-        self.words = ""
-
-    def ask(self, names: Sequence[str]) -> None:
-        """Query the events of the objects `names`, unless that was just done."""
-        now = time.monotonic()
-        if not self._allowed or (self._polled_at is not None and now - self._polled_at < ASK_SECONDS):
-            return
-        self._polled_at = now
-        warnings: list[Object] = []
-        try:
-            for name in names:
-                warnings += [event for event in self._api.events(name) if _explains_missing_pods(event)]
-        except AccessDeniedError as error:
-            log.warning("why pods do not come is unknown: %s", error)
-            self._allowed = False
-        except HoldfastError as error:
-            log.debug("events cannot be read: %s", error)
-        if warnings:
-            newest = max(warnings, key=_when)
-            self.words = " ".join(f"{newest.get('reason', '')}: {newest.get('message', '')}".split())[:LONGEST_WORDS]
-
-
 def classify_message(words: str) -> tuple[ExitCode, str]:
     """The exit code of a job that has waited too long with these words of an event, and the remedy."""
     for word, code, remedy in _REMEDIES:
@@ -284,12 +251,9 @@ def classify_message(words: str) -> tuple[ExitCode, str]:
     return ExitCode.UNSCHEDULABLE, "see kubectl get events"
 
 
-def _explains_missing_pods(event: Object) -> bool:
+def explains_missing_pods(event: Object) -> bool:
+    """Whether an event of a job or its makers says why pods do not appear."""
     reason = str(event.get("reason", ""))
     if reason == "Unschedulable":  # Volcano reports a full queue as a normal event
         return True
     return event.get("type") == "Warning" and (reason.startswith("Failed") or "schedul" in reason.lower())
-
-
-def _when(event: Object) -> str:
-    return str(event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp", ""))

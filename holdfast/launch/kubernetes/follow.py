@@ -15,11 +15,10 @@ from holdfast.launch.emitters import LAUNCH_LABEL, RUN_LABEL
 from holdfast.launch.exits import root_cause
 from holdfast.launch.interface import GangExit
 from holdfast.launch.kubernetes import classify
-from holdfast.launch.kubernetes.classify import PodEvents
 from holdfast.launch.kubernetes.client import PODS, Api, Object
 from holdfast.launch.kubernetes.kinds import Kind, Status, is_held
 from holdfast.launch.kubernetes.output import LogFollower, last_lines
-from holdfast.launch.kubernetes.watch import Mirror
+from holdfast.launch.kubernetes.watch import Mirror, PodEvents
 from holdfast.launch.reporting import WaitReport
 from holdfast.spec.errors import ExitCode
 

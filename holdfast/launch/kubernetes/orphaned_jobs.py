@@ -21,6 +21,7 @@ from holdfast.spec import parse_spec
 from holdfast.spec.errors import HoldfastError, MissingError
 
 log = logging.getLogger("holdfast.launch")
+notify_log = logging.getLogger("holdfast.notify")  # of the step that calls `end_jobs_of_run`
 
 PATIENCE = DURATION + 15.0  # seconds: a dead launcher's lease has expired by then, wherever its pod was
 API_PATIENCE = 20.0  # seconds for retries of a request: the summary matters more than a clean namespace
@@ -85,9 +86,9 @@ def end_jobs_of_run(spec: str, overrides: Sequence[str], run_id: str) -> tuple[l
         jobs = home.within(cluster.namespace or home.namespace)
         ended_jobs = end_orphaned_jobs(jobs, run_id, cluster.job, find_own_pod(home, os.environ.get(POD_VARIABLE)))
     except HeldError as error:
-        log.info("the job of run %s is left to its launcher: %s", run_id, error)
+        notify_log.info("the job of run %s is left to its launcher: %s", run_id, error)
         return [], []
     except HoldfastError as error:
-        log.warning("whether run %s left a job is not known: %s", run_id, redact(str(error)))
+        notify_log.warning("whether run %s left a job is not known: %s", run_id, redact(str(error)))
         return [], [f"whether a job of the run is left: {redact(str(error))}"]
     return [f"job {name} was ended: no launcher followed it any more" for name in ended_jobs], []

@@ -1,7 +1,8 @@
-"""Copy of the objects that match a selector, kept current by a thread that lists and watches.
+"""What a follower sees of the API server: `Mirror`, a copy of objects, and `PodEvents`, the newest warning.
 
-No change is missed for long. A watch that ends continues from its version, and a forgotten version causes a new list.
-The thread waits for an unavailable API server without a busy loop. Deleted objects are kept as they were last seen.
+A thread keeps a mirror current: it lists and watches. No change is missed for long. A watch that ends continues from
+its version, and a forgotten version causes a new list. The thread waits for an unavailable API server without a busy
+loop. Deleted objects are kept as they were last seen.
 """
 
 from __future__ import annotations
@@ -9,13 +10,18 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from typing import Self
 
 from holdfast.launch.kubernetes.api_errors import GoneError, TransientError
+from holdfast.launch.kubernetes.classify import explains_missing_pods
 from holdfast.launch.kubernetes.client import Api, Object, Resource, backoff
-from holdfast.spec.errors import ClusterUnreachableError, HoldfastError
+from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError, HoldfastError
 
 log = logging.getLogger("holdfast.launch")
+
+ASK_SECONDS = 3.0  # between two queries of events
+LONGEST_WORDS = 400
 
 
 class Mirror:
@@ -84,3 +90,36 @@ class Mirror:
             else:
                 self.objects[uid] = found
             self._changed.notify_all()
+
+
+class PodEvents:
+    """The newest warning about some objects, queried at intervals. While the server is unavailable, it adds nothing."""
+
+    def __init__(self, api: Api) -> None:
+        self._api = api.within(api.namespace, patience=ASK_SECONDS)
+        self._polled_at: float | None = None
+        self._allowed = True
+        self.words = ""
+
+    def ask(self, names: Sequence[str]) -> None:
+        """Query the events of the objects `names`, unless that was just done."""
+        now = time.monotonic()
+        if not self._allowed or (self._polled_at is not None and now - self._polled_at < ASK_SECONDS):
+            return
+        self._polled_at = now
+        warnings: list[Object] = []
+        try:
+            for name in names:
+                warnings += [event for event in self._api.events(name) if explains_missing_pods(event)]
+        except AccessDeniedError as error:
+            log.warning("why pods do not come is unknown: %s", error)
+            self._allowed = False
+        except HoldfastError as error:
+            log.debug("events cannot be read: %s", error)
+        if warnings:
+            newest = max(warnings, key=_when)
+            self.words = " ".join(f"{newest.get('reason', '')}: {newest.get('message', '')}".split())[:LONGEST_WORDS]
+
+
+def _when(event: Object) -> str:
+    return str(event.get("lastTimestamp") or event.get("eventTime") or event["metadata"].get("creationTimestamp", ""))

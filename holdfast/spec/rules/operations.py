@@ -1,4 +1,9 @@
-"""Rules of `evaluation`, `serving`, `store`, `telemetry` and `schedule`, and that no URL of the spec has a secret."""
+"""Rules of `evaluation`, `serving`, `store`, `telemetry` and `schedule`, and of secrets in URLs.
+
+They refuse a field that has no effect, and a metric, task or tracker that is listed twice. They also refuse a value
+that would fail later: an unsupported scheme, an unknown resource, an invalid cron expression or time zone. One rule
+covers the whole spec: no URL contains credentials.
+"""
 
 from __future__ import annotations
 

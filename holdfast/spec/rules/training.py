@@ -1,6 +1,8 @@
-"""Rules of `training` and `checkpoint`: the schedule, the optimizer, compression, anomalies, local tiers.
+"""Rules of `training` and `checkpoint`: local tiers, the schedule, the optimizer, compression, anomalies, precision.
 
-For each precision: what it supports. The accelerator itself is checked on it.
+Each rule checks that the settings work together and with the model and the layout. For fp16 and fp8, it refuses the
+fields that the precision does not support. The accelerator's capability is not known here: a rank checks it when it
+starts.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.launch.kubernetes import KubernetesLauncher, classify, follow
+from holdfast.launch.kubernetes import KubernetesLauncher, follow, watch
 from holdfast.spec import ExitCode
 from tests.cluster.objects import StatusError
 from tests.faults.nodes import PATIENCE
@@ -22,7 +22,7 @@ SOON = 0.05  # minutes
 
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(classify, "ASK_SECONDS", 0.2)
+    monkeypatch.setattr(watch, "ASK_SECONDS", 0.2)
     monkeypatch.setattr(follow, "QUIET_SECONDS", 0.5)
 
 
