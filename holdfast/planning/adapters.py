@@ -42,6 +42,20 @@ def adapter_activations(shape: Architecture, lora: Lora) -> float:
     return (lora.rank or 0) * matrices
 
 
+def adapter_results(shape: Architecture, lora: Lora) -> float:
+    """Elements of a token that the second matrices of a layer's adapters return."""
+    if lora.rank is None:
+        return 0.0
+    hidden, ffn = shape.hidden, shape.ffn
+    widths = {"q_proj": shape.query_width, "k_proj": shape.key_width, "v_proj": shape.key_width, "o_proj": hidden}
+    results = sum(widths[name] for name in lora.targets if name in widths)
+    gate_up, down = sum(name in lora.targets for name in ("gate_proj", "up_proj")), "down_proj" in lora.targets
+    if shape.experts == 1:
+        return results + gate_up * ffn + down * hidden
+    results += shape.active * (2 * ffn * ("gate_proj" in lora.targets) + hidden * down)  # gate and up are one matrix
+    return results + shape.shared * gate_up * ffn + (shape.shared > 0) * down * hidden
+
+
 def adapted_activations(shape: Architecture, lora: Lora, *, autocast: bool) -> float:
     """Elements of a token that a layer with adapters keeps besides its norms and the heads of attention. The input of
     a matrix is kept only if it has an adapter: the gradient of its result needs the frozen matrix alone. With

@@ -190,7 +190,6 @@ def task_of(spec: Spec, here: Accelerator, gpus: int, vocabulary: int, teacher: 
         training.steps,
         training.global_batch,
         training.precision,
-        training.compile,
         training.micro_batch if training.determinism == "elastic" else None,
         updates=Updates.of(training, objective_name(spec), guide),
         samples=BatchSizes.of(training).before(training.steps),

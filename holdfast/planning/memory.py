@@ -1,9 +1,5 @@
 """Peak memory of one rank, term by term, at the moment of a step that needs most.
 
-Activations follow Korthikanti 2022 (arXiv 2205.05198, section 4): what each operation keeps for its backward pass. Here
-they are for a Llama-like decoder (grouped queries, SwiGLU, attention that never stores its scores). The same terms
-describe the GPT of that paper. Tensor parallelism includes sequence parallelism and divides all activations of a layer.
-
 The unit is bytes; `tests/planning` compares the totals with torch's counts on the meta device and in real steps.
 """
 
@@ -11,33 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from math import ceil
 from typing import NamedTuple
 
-from holdfast.planning.adapters import (
-    adapted_activations,
-    adapter_activations,
-    adapter_elements,
-    before_adapters,
-    freed_of_experts,
-)
+from holdfast.planning.activations import BYTES, attention_backward, layer_activations, tokens_of
+from holdfast.planning.adapters import adapter_elements, before_adapters, freed_of_experts
 from holdfast.planning.answers import AnswerLot, answering
 from holdfast.planning.hardware import Accelerator
 from holdfast.planning.layout import Layout
 from holdfast.planning.practice import Practice
 from holdfast.planning.schedule import in_flight
 from holdfast.planning.shape import Architecture
-from holdfast.spec.model import LONG_DOCUMENT, WHOLE_ROW
 
 FRAGMENTATION = 0.05  # of temporary memory: blocks of torch's caching allocator that fit no request
 SWAP_BUFFER, SWAP_GROUP = 16.0, 1e8  # bytes per element and elements in memory of a state on a disk (DeepSpeed)
 LAYER_MATRICES = 3  # lower bound: no matrix of a layer exceeds this fraction of it
-TILE = 256  # queries of a block of attention (`model.attention.tiles`)
-PROCESSORS = 132  # of a large CUDA device
 # Torch gives cuBLAS 32 MiB in each thread on Hopper, and with the :4096:8 that Holdfast sets: in forward and backward.
 WORKSPACES = 2 * 32 * 2.0**20
 IDS = 17.0  # bytes of a token's id, target and document
-BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 2.0}  # of an activation; fp8 is for products alone
 
 
 def offloaded(layout: Layout, accelerator: Accelerator) -> set[str]:
@@ -111,71 +97,6 @@ def stage_parameters(shape: Architecture, layout: Layout, stage: int) -> tuple[f
     return dense / layout.tensor + vectors, experts, ends + (shape.hidden if last else 0)
 
 
-def layer_activations(
-    shape: Architecture, layout: Layout, precision: str, practice: Practice, checkpointing: str | None = None
-) -> float:
-    """Bytes that a layer keeps per micro-batch on one rank, from its forward to its backward pass."""
-    size = BYTES[precision]
-    stream = 4.0 if practice.autocast else size
-    wide = (3 if shape.gated else 1) + 1  # gate, up and the results of the two factors; or before and after GELU
-    hidden, heads = shape.hidden, (2 * shape.query_width + 2 * shape.key_width) * size
-    statistics = 4.0 * shape.heads if practice.flash else 0.0
-    routed = 2 * hidden * size * shape.active if shape.experts > 1 else 0.0  # inputs and outputs of the experts
-    kind = checkpointing or layout.checkpointing
-    if kind == "full":
-        per_token = hidden * stream
-    elif kind == "selective" and practice.selective == "products":
-        products = 2 * hidden + shape.met * shape.ffn * (2 if shape.gated else 1)
-        per_token = hidden * stream + heads + statistics + products * size + routed
-    else:
-        frozen = practice.lora.rank is not None  # the gradient of a norm's weights needs the normalized copy
-        norms = shape.norms * hidden * stream * (1 if practice.fused_norm or frozen else 2) + 8
-        inputs = hidden * size * (5 if practice.autocast else 2)
-        scores = (
-            0.0 if practice.flash or kind == "selective" else (2 * size + shape.dropout) * shape.heads * shape.context
-        )
-        masks = 2 * hidden if shape.dropout else 0.0
-        if shape.query_norm != "none":
-            norms += (shape.query_width + shape.key_width) * size * (1 if practice.fused_norm else 2)
-        heads += 2 * shape.key_width * size * (layout.context - 1)  # keys and values of the whole sequence
-        feed_forward = wide * shape.ffn * size * shape.met
-        per_token = norms + inputs + heads + statistics + scores + masks + feed_forward + routed
-        if frozen:
-            kept = adapted_activations(shape, practice.lora, autocast=practice.autocast)
-            per_token = norms + heads + statistics + scores + kept * size
-    if kind == "selective" and practice.lora.rank is not None:
-        per_token += adapter_activations(shape, practice.lora) * size
-    return per_token * _tokens(shape, layout)
-
-
-def _tokens(shape: Architecture, layout: Layout) -> float:
-    """Tokens of a micro-batch whose activations one rank holds."""
-    return layout.micro_batch * shape.context / (layout.context * layout.tensor)
-
-
-def attention_backward(shape: Architecture, layout: Layout, precision: str, practice: Practice) -> float:
-    """Bytes of the backward pass of a layer's attention on one rank: the gradients of its output and inputs, and what
-    the kernel needs. A document is assumed to be as long as its row, which is the upper bound."""
-    size, queries = BYTES[precision], shape.query_width
-    keys = 2 * shape.key_width * layout.context  # keys and values of the whole sequence
-    repeated = 2 * queries * layout.context * size if shape.kv_heads < shape.heads else 0.0  # one of each for each head
-    row = 1 / layout.micro_batch  # tiles compute one row after another
-    per_token = (2 * queries + keys) * size
-    if not practice.flash:
-        return per_token * _tokens(shape, layout)
-    if practice.kernel == "flash":
-        heads = shape.heads / layout.tensor
-        whole_row = 2 if shape.context >= WHOLE_ROW and heads < PROCESSORS else 1
-        sums = ceil(PROCESSORS / heads) if shape.context >= LONG_DOCUMENT else whole_row
-        per_token += 4 * queries * sums + repeated
-    else:
-        per_token += keys * (4.0 if size < 4 else 0.0)  # sums in fp32
-        per_token += row * (queries + (keys if practice.kernel == "cpu" else 2 * repeated or keys)) * size
-    if practice.kernel == "plain":  # scores of a block in fp32: with their exponentials, and the gradients of both
-        per_token += row * 4 * 4.0 * TILE * shape.heads
-    return per_token * _tokens(shape, layout)
-
-
 def _updates(practice: Practice, held: float, largest: float) -> float:
     """Bytes of all updates of a rank, with those of the largest tensor twice, and of copies of the values that they
     change.
@@ -186,7 +107,7 @@ def _updates(practice: Practice, held: float, largest: float) -> float:
 
 def _head(shape: Architecture, layout: Layout, precision: str, practice: Practice) -> tuple[float, float, float]:
     """Bytes of the last norm, the head and the loss: kept until the backward pass, and more in forward and backward."""
-    size, tokens = BYTES[precision], _tokens(shape, layout)
+    size, tokens = BYTES[precision], tokens_of(shape, layout)
     stream = 4.0 if practice.autocast else size
     whole = tokens * layout.tensor  # every rank has all tokens, and a part of the vocabulary
     head, chunk = shape.embedding / layout.tensor, min(practice.loss_chunk, shape.context / layout.context)
@@ -198,6 +119,8 @@ def _head(shape: Architecture, layout: Layout, precision: str, practice: Practic
         kept += _taught(practice.teacher.top) * whole
     forward = logits * 8.0  # in fp32, and their exponentials
     backward = logits * (4.0 if precision == "fp32" else 4.0 + size)  # their gradient, also in 16 bits
+    if practice.compiled and layout.tensor == 1 and practice.teacher is None:  # one kernel reads them, and writes that
+        forward, backward = logits * size, logits * 2 * size
     backward += whole * shape.hidden * size  # the gradient of the head's input
     if practice.lora.rank is None:  # and of its weights; in 16 bits also of a chunk, or the sum
         backward += 4.0 * head + (head * size if precision != "fp32" else 0.0)
@@ -233,6 +156,7 @@ class _Held(NamedTuple):
     trained: float  # elements, before sharding
     sharded: float  # those elements of one rank
     copies: float  # weights in 16 bits, cast once
+    of_experts: float  # of these, those that a layer of experts makes itself: recomputed, they are not kept
     layer: float  # elements of a layer that are gathered, as elements of the arithmetic
     gradient: float  # elements of the largest gradient before it is scattered
     expanded: float  # a frozen matrix that is being multiplied
@@ -247,12 +171,13 @@ def _held(shape: Architecture, layout: Layout, precision: str, practice: Practic
     held = dense + ends + experts / layout.expert_shards(1)
     sharded = (dense + ends) / shards + experts / layout.expert_shards(shards)
     copies = size * (dense + experts + ends) if practice.autocast else 0.0
+    own_copies = size * experts if practice.autocast else 0.0
     layer = (dense + experts) / layers
     if practice.lora.rank is None:
         whole = sharded if full else held
         optimizer = state.optimizer * (sharded if part else held)
         weights, gradients = state.weights * whole, state.gradients * whole
-        return _Held(weights, gradients, optimizer, held, sharded, copies, layer, max(layer, ends), 0.0)
+        return _Held(weights, gradients, optimizer, held, sharded, copies, own_copies, layer, max(layer, ends), 0.0)
     base, own = practice.lora.base, shards if full else 1
     plain = _plain_layers(shape, layers, stage)
     matrices = dense - layers * shape.vectors + plain * shape.router
@@ -274,6 +199,7 @@ def _held(shape: Architecture, layout: Layout, precision: str, practice: Practic
         trained=adapters + of_experts / layout.expert_shards(1),
         sharded=sharded,
         copies=copies if practice.autocast else 0.0,
+        of_experts=size * (of_experts + experts * (base == "fp32")) if practice.autocast else 0.0,
         layer=(dense - matrices + adapters + of_experts + gathered * (matrices + experts)) / layers,
         gradient=(adapters + of_experts) / layers,
         expanded=largest * expanding[base],
@@ -295,7 +221,7 @@ def _answering(
 
 def _working(shape: Architecture, layout: Layout, precision: str, practice: Practice, expanded: float) -> float:
     """Bytes of the backward pass of a layer on one rank, besides what its forward pass keeps."""
-    size, tokens = BYTES[precision], _tokens(shape, layout)
+    size, tokens = BYTES[precision], tokens_of(shape, layout)
     stream = 4.0 if practice.autocast else size
     within = tokens * 2 * shape.ffn * shape.met * size + expanded
     within = max(within, attention_backward(shape, layout, precision, practice)) + tokens * 2 * shape.hidden * stream
@@ -304,7 +230,16 @@ def _working(shape: Architecture, layout: Layout, precision: str, practice: Prac
     if layout.checkpointing == "none":
         return within
     everything = layer_activations(shape, layout, precision, practice, "none")
-    return everything - layer_activations(shape, layout, precision, practice) + within
+    within += everything - layer_activations(shape, layout, precision, practice)
+    if layout.checkpointing != "selective" or practice.lora.rank is None:
+        return within
+    # While the feed-forward layer is recomputed, most kept results are still there: those of adapters are in no other
+    # term. Results of norms and the gradient of the layer's result exist too.
+    if shape.experts == 1:
+        return max(within, tokens * (5 * shape.hidden * stream + 2 * shape.ffn * size) + expanded)
+    passing = shape.hidden * (3 * stream + shape.active * size)
+    adapted = shape.active * (2 * shape.hidden + 3 * shape.ffn) * size
+    return max(within, tokens * passing + 2 * expanded, tokens * (passing + adapted))
 
 
 def _stage(
@@ -355,13 +290,13 @@ def _stage(
     activations = flight * layers * kept + ids
     if practice.lora.rank is not None and stage == 0 and layout.checkpointing == "none":
         stream = 4.0 if practice.autocast else size
-        activations -= flight * before_adapters(shape, practice.lora, size, stream) * _tokens(shape, layout)
+        activations -= flight * before_adapters(shape, practice.lora, size, stream) * tokens_of(shape, layout)
     moments = {
         "loss": {
             "gradients": before,
             "activations": activations,
             "logits and loss": ends_kept + forward,
-            "buffers": copies + gathered,
+            "buffers": copies - (0.0 if layout.checkpointing == "none" else own_state.of_experts) + gathered,
         },
         "gradient of the loss": {
             "gradients": before,

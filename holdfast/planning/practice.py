@@ -27,6 +27,7 @@ class Practice:
     flash: bool = True  # attention that recomputes its scores instead of storing them
     fused_norm: bool = True  # a norm that keeps no normalized copy
     autocast: bool = False  # only products are in 16 bits: the residual stream is fp32, inputs are cast
+    compiled: bool = False  # each layer is one graph, whose compiler chooses what it keeps
     # What selective checkpointing recomputes: all but products (here), or attention's scores (Korthikanti).
     selective: Literal["products", "attention"] = "products"
     kernel: Literal["cpu", "efficient", "flash", "plain"] = "flash"  # of attention: what its backward needs
@@ -55,6 +56,7 @@ class Updates:
     left_out: bool = False  # see Practice
     lora: Lora = field(default_factory=Lora)
     loss_chunk: int = LOSS_CHUNK
+    compiled: bool = False  # see Practice
     reference: bool = False  # see Practice
     average: bool = False  # of the weights (training.ema)
     teacher: Teacher | None = None
@@ -73,6 +75,7 @@ class Updates:
             left_out=training.gradient_compression in KEEPING,
             lora=training.lora,
             loss_chunk=training.loss_chunk,
+            compiled=training.compile,
             average=training.ema.decay is not None,
             reference=training.lora.rank is None
             and (objective in ("dpo", "kto") or (objective == "grpo" and training.grpo.kl_weight > 0)),
@@ -93,6 +96,7 @@ def practice_here(precision: str, layout: Layout, kind: str, updates: Updates | 
         state=replace(HOLDFAST, optimizer=HOLDFAST.optimizer + 4 * updates.average),
         fused_norm=kind != "cpu",
         autocast=autocast,
+        compiled=updates.compiled,
         kernel=_kernel_here(kind, precision),
         whole_update=whole_update,
         held_back=whole_update and (updates.judged or precision == "fp16"),

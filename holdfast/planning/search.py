@@ -35,11 +35,15 @@ class Task:
     steps: int
     global_batch: int  # sequences
     precision: str = "bf16"
-    compiled: bool = False
     micro_batch: int | None = None  # if it is fixed
     practice: Practice | None = None  # if it differs from the engines' here
     updates: Updates = field(default_factory=Updates)
     samples: int | None = None  # sequences of all steps, if the batch grows (training.batch_ramp)
+
+    @property
+    def compiled(self) -> bool:
+        """Whether layers are compiled."""
+        return self.updates.compiled
 
     @property
     def full_steps(self) -> float:

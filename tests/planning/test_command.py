@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.pipelines.cli import app
-from holdfast.planning import Architecture, Candidate, Layout, Task, accelerator
+from holdfast.planning import Architecture, Candidate, Layout, Task, Updates, accelerator
 from holdfast.planning.auto import fields_of, refused
 from holdfast.planning.search import layouts, search
 from holdfast.spec import SpecError, load_spec
@@ -161,7 +161,7 @@ def test_every_zero_bubble_layout_that_is_proposed_has_a_schedule_that_the_rules
     variants = set()
     for compiled in (False, True):
         checked_spec = load_spec(spec, [*small, f"training.compile={str(compiled).lower()}"])
-        task = Task(shape, here, 8, 1000, 64, compiled=compiled)
+        task = Task(shape, here, 8, 1000, 64, updates=Updates(compiled=compiled))
         for layout in layouts(task):
             if layout.schedule == "zero_bubble":
                 why = " ".join(refused(checked_spec, task, layout))

@@ -27,8 +27,9 @@ from holdfast.planning import (
     memory,
     practice_here,
 )
+from holdfast.planning.activations import layer_activations
 from holdfast.planning.auto import fields_of, layout_of, task_of, with_fields
-from holdfast.planning.memory import Memory, layer_activations
+from holdfast.planning.memory import Memory
 from holdfast.planning.practice import PAPER
 from holdfast.spec import Spec, parse_spec
 from holdfast.spec.model import Model
@@ -125,6 +126,7 @@ MIXTRAL, SHARED = "mixtral, experts: 4", "qwen2_moe, experts: 8, routing: {share
 ALL = ", ".join(Lora().targets)
 
 
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     ("base", "precision", "family", "targets"),
     [
@@ -145,9 +147,9 @@ ALL = ", ".join(Lora().targets)
     ],
 )
 def test_the_memory_of_a_real_step_of_adapted_matrices_is_within_five_percent(
-    base: str, precision: str, family: str, targets: str
+    base: str, precision: str, family: str, targets: str, checkpointing: str
 ) -> None:
-    lora = f"{{rank: 8, base: {base}, targets: [{targets}]}}"
+    lora = f"{{rank: 8, base: {base}, targets: [{targets}]}}, activation_checkpointing: {checkpointing}"
     spec = parse_spec(
         f"""
         name: a
@@ -160,6 +162,26 @@ def test_the_memory_of_a_real_step_of_adapted_matrices_is_within_five_percent(
     memory = planned(spec, 512)
     adapters = adapter_shapes(spec.model, 512, spec.training.lora).values()
     assert memory.terms["gradients"] == 4 * sum(map(math.prod, adapters))
+    estimate = memory.total - memory.terms["fragmentation"]
+    assert estimate == pytest.approx(measured(spec, 512), rel=BAR)
+
+
+@pytest.mark.parametrize("checkpointing", ["selective", "full"])
+@pytest.mark.parametrize(("family", "precision"), [(MIXTRAL, "bf16"), (SHARED, "bf16"), (SHARED, "fp32")])
+def test_the_memory_of_a_real_step_of_recomputed_experts_is_within_five_percent(
+    family: str, precision: str, checkpointing: str
+) -> None:
+    spec = parse_spec(
+        f"""
+        name: a
+        store: s3://bucket/prefix
+        data: {{sources: [{{uri: x}}]}}
+        model: {{layers: 4, hidden: 192, heads: 6, kv_heads: 2, context: 128, ffn: 256, family: {family}}}
+        training: {{steps: 3, global_batch: 8, micro_batch: 1, precision: {precision},
+          activation_checkpointing: {checkpointing}}}
+        """
+    )
+    memory = planned(spec, 512)
     estimate = memory.total - memory.terms["fragmentation"]
     assert estimate == pytest.approx(measured(spec, 512), rel=BAR)
 

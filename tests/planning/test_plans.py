@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.planning import Architecture, Task, accelerator, estimate_run, reasons, search
+from holdfast.planning import Architecture, Task, Updates, accelerator, estimate_run, reasons, search
 from holdfast.planning.auto import task_of
 from holdfast.planning.run_estimate import best_interval, goodput, lasts
 from holdfast.planning.search import layouts
@@ -29,7 +29,7 @@ MODELS = {
 
 def task_of_model(name: str, gpus: int) -> Task:
     shape = MODELS[name]  # the rules compile no mixture of experts
-    return Task(shape, accelerator("H100"), gpus, 10_000, 1024, compiled=shape.experts == 1)
+    return Task(shape, accelerator("H100"), gpus, 10_000, 1024, updates=Updates(compiled=shape.experts == 1))
 
 
 def plan_text(name: str, gpus: int) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.planning import Candidate, Task, accelerator, memory, speed
+from holdfast.planning import Candidate, Task, Updates, accelerator, memory, speed
 from holdfast.planning.practice import MEGATRON_FLASH, PAPER
 from holdfast.planning.search import layouts, search
 from holdfast.planning.shape import Architecture
@@ -27,7 +27,7 @@ def test_the_step_times_of_korthikanti_are_within_five_percent(row: Korthikanti,
 
 def of_2021(row: Megatron) -> Iterator[Candidate]:
     """The options of that time: no sharding, full recomputation, no zero-bubble schedule."""
-    task = Task(row.shape, A100, row.gpus, 1000, row.batch, compiled=True, practice=PAPER)
+    task = Task(row.shape, A100, row.gpus, 1000, row.batch, updates=Updates(compiled=True), practice=PAPER)
     for layout in layouts(task):
         if layout.sharding == "none" and layout.checkpointing == "full" and layout.schedule != "zero_bubble":
             candidate = Candidate(task, layout)
@@ -85,5 +85,5 @@ def test_the_hours_of_llama_2_are_half_as_many_again_as_those_of_the_best_layout
     shape: Architecture, hours: int
 ) -> None:
     """A100-hours for 2 T tokens, by its paper (arXiv 2307.09288), which does not publish the layouts."""
-    best = search(Task(shape, A100, 1024, 1, 1024, compiled=True), count=1).best[0]
+    best = search(Task(shape, A100, 1024, 1, 1024, updates=Updates(compiled=True)), count=1).best[0]
     assert 0.57 < 2e12 / best.speed.tokens_per_second * 1024 / 3600 / hours < 0.67

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.pipelines.cli import app
-from holdfast.planning import Architecture, Candidate, Layout, Task, accelerator, estimate_run, spot
+from holdfast.planning import Architecture, Candidate, Layout, Task, Updates, accelerator, estimate_run, spot
 from holdfast.planning.run_estimate import RANK_SECONDS_PER_FAILURE, RESTART_SECONDS, stall_of
 from holdfast.planning.spot import Mix, break_even, in_words, mix
 from tests.planning.test_command import SMALL, SPEC
@@ -23,7 +23,7 @@ NODES, GPUS, PRICE = 8, 64, 3.0
 def chosen(spot_price: float = 1.0, rate: float = 0.05, steps: int = 20_000) -> Candidate:
     here = accelerator("H100", price=PRICE, spot_price=spot_price, spot_interruptions=rate)
     layout = Layout(data=GPUS, shard=GPUS, sharding="full", micro_batch=1)
-    return Candidate(Task(SHAPE, here, GPUS, steps, 1024, compiled=True), layout)
+    return Candidate(Task(SHAPE, here, GPUS, steps, 1024, updates=Updates(compiled=True)), layout)
 
 
 @pytest.mark.parametrize("notice", [True, False])
