@@ -6,12 +6,16 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from operator import ge
 from pathlib import Path
 
 import pytest
 
 from tests import warm
 from tests.faults.nodes import kill_family
+from tests.launch.node.crowded import LOOKS
+from tests.launch.node.leaver import END
 from tests.ports import LAUNCH_KEY, free_port
 
 NODES = 4
@@ -35,17 +39,34 @@ def test_a_gang_of_slow_nodes_forms_again_once_and_complete(tmp_path: Path) -> N
                 warm.popen(command, env={**os.environ, **LAUNCH_KEY, **variables}, stdout=output, stderr=output)
             )
 
-    def worlds() -> list[int]:
-        """The size of the gang of each rank that has started, in order."""
+    def ranks() -> list[tuple[int, int]]:
+        """The size of the gang, and the process id, of each rank that has started, in order."""
         path = tmp_path / "ranks"
-        return list(map(int, path.read_text().split())) if path.exists() else []
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [(int(world), int(process)) for world, process in map(str.split, lines)]
+
+    def worlds() -> list[int]:
+        return [world for world, _ in ranks()]
+
+    def looks() -> list[int]:
+        """How often the agent of each node has looked for waiting nodes."""
+        return [path.stat().st_size for path in sorted(tmp_path.glob(LOOKS))]
+
+    def wait_until(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            logs = "\n---\n".join(path.read_text(errors="replace") for path in tmp_path.glob("*.log"))
+            assert time.monotonic() < deadline, f"{worlds()} {looks()}\n{logs}"
+            time.sleep(0.1)
 
     def wait_for(world: int) -> None:
-        deadline = time.monotonic() + 60
-        while worlds()[-world:] != [world] * world:
-            logs = "\n---\n".join(path.read_text(errors="replace") for path in tmp_path.glob("*.log"))
-            assert time.monotonic() < deadline, f"{worlds()}\n{logs}"
-            time.sleep(0.1)
+        wait_until(lambda: worlds()[-world:] == [world] * world)
+
+    def wait_for_looks(number: int) -> None:
+        """Wait until each agent has looked `number` times more. A node that waits is seen, and interrupts the gang."""
+        wait_until(lambda: len(looks()) == NODES)
+        enough = [count + number for count in looks()]
+        wait_until(lambda: all(map(ge, looks(), enough)))
 
     try:
         for _ in range(NODES - 1):
@@ -54,8 +75,9 @@ def test_a_gang_of_slow_nodes_forms_again_once_and_complete(tmp_path: Path) -> N
         before = len(worlds())
         start()
         wait_for(NODES)
-        time.sleep(5)  # in which a node that was left out would interrupt the gang again
-        (tmp_path / "end").touch()
+        wait_for_looks(20)
+        for _, process in ranks()[-NODES:]:
+            os.kill(process, END)
         assert [node.wait(120) for node in nodes] == [0] * NODES
     finally:
         for node in nodes:
