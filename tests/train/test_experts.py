@@ -45,23 +45,23 @@ BIASED = (
 FOUR = ("model.layers=4", "model.tie_embeddings=false")
 # The model of each case, and its layout. `FAST` runs in every test run, the rest in the drill.
 LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "dealt to half": (MIXTURE, ("parallel.strategy=fsdp", "parallel.expert=2")),
-    "dealt to all": (BIASED, ("parallel.strategy=ddp", "parallel.expert=4")),
+    "expert parallel 2": (MIXTURE, ("parallel.strategy=fsdp", "parallel.expert=2")),
+    "expert parallel 4": (BIASED, ("parallel.strategy=ddp", "parallel.expert=4")),
     "shards": (BIASED, ("parallel.strategy=fsdp", "training.activation_checkpointing=full")),
-    "dealt within replicas": (BIASED, ("parallel.strategy=fsdp", "parallel.replicas=2", "parallel.expert=2")),
-    "dealt among copies": (MIXTURE, ("parallel.strategy=ddp", "parallel.expert=2")),
-    "dealt, partly recomputed": (
+    "expert parallel within replicas": (BIASED, ("parallel.strategy=fsdp", "parallel.replicas=2", "parallel.expert=2")),
+    "expert parallel among copies": (MIXTURE, ("parallel.strategy=ddp", "parallel.expert=2")),
+    "expert parallel, partly recomputed": (
         BIASED, ("parallel.strategy=fsdp", "parallel.expert=4", "training.activation_checkpointing=selective")
     ),
-    "dealt in bf16": ((*MIXTURE, "training.precision=bf16"), ("parallel.strategy=fsdp", "parallel.expert=2")),
+    "expert parallel in bf16": ((*MIXTURE, "training.precision=bf16"), ("parallel.strategy=fsdp", "parallel.expert=2")),
 }  # fmt: skip
 STAGES = ("parallel.pipeline=2", "parallel.strategy=fsdp", "training.micro_batch=1")
 LAYOUTS |= {
-    "stages x dealt copies": (BIASED, (*STAGES, "parallel.strategy=ddp", "parallel.expert=2")),
-    "zero bubble x dealt": (
+    "stages x expert parallel copies": (BIASED, (*STAGES, "parallel.strategy=ddp", "parallel.expert=2")),
+    "zero bubble x expert parallel": (
         BIASED, (*STAGES, "parallel.schedule=zero_bubble", "parallel.reshard=never", "parallel.expert=2")
     ),
-    "recomputed stages x dealt": (
+    "recomputed stages x expert parallel": (
         MIXTURE, (*STAGES, "parallel.expert=2", "training.activation_checkpointing=full")
     ),
     "interleaved": ((*BIASED, *FOUR), (*STAGES, "parallel.schedule=interleaved", "parallel.expert=2")),
@@ -74,22 +74,26 @@ SHARED = (
 )  # fmt: skip
 TENSOR, CONTEXT = "parallel.tensor=2", "parallel.context=2"
 LAYOUTS |= {
-    "tensor x dealt to all": (SHARED, ("parallel.strategy=fsdp", TENSOR, "parallel.expert=4")),
+    "tensor x expert parallel 4": (SHARED, ("parallel.strategy=fsdp", TENSOR, "parallel.expert=4")),
     "tensor": ((*MIXTURE, "model.kv_heads=4"), ("parallel.strategy=fsdp", "parallel.tensor=4")),
     "stages x tensor": (SHARED, (*STAGES, TENSOR)),
-    "stages x tensor x dealt": (MIXTURE, (*STAGES, TENSOR, "parallel.expert=2")),
-    "context x dealt": (BIASED, ("parallel.strategy=fsdp", CONTEXT, "parallel.expert=4")),
+    "stages x tensor x expert parallel": (MIXTURE, (*STAGES, TENSOR, "parallel.expert=2")),
+    "context x expert parallel": (BIASED, ("parallel.strategy=fsdp", CONTEXT, "parallel.expert=4")),
     "context x tensor": (MIXTURE, (CONTEXT, TENSOR, "parallel.expert=2")),
     "stages x context": (MIXTURE, (*STAGES, CONTEXT, "parallel.expert=2")),
     "partly recomputed context": (
         SHARED, ("parallel.strategy=fsdp", CONTEXT, "training.activation_checkpointing=selective")
     ),
 }  # fmt: skip
-FAST = {name: LAYOUTS[name] for name in ("dealt to all", "shards", "stages x tensor x dealt", "context x tensor")}
+FAST = {
+    name: LAYOUTS[name]
+    for name in ("expert parallel 4", "shards", "stages x tensor x expert parallel", "context x tensor")
+}
 SLOW = {name: layout for name, layout in LAYOUTS.items() if name not in FAST}
 STOPPED = {  # of the drill; for resuming, another test loads every layout's state in every other layout
-    "dealt among copies", "dealt, partly recomputed", "dealt in bf16", "zero bubble x dealt", "interleaved",
-    "four stages", "tensor x dealt to all", "stages x tensor", "context x dealt", "stages x context",
+    "expert parallel among copies", "expert parallel, partly recomputed", "expert parallel in bf16",
+    "zero bubble x expert parallel", "interleaved", "four stages", "tensor x expert parallel 4", "stages x tensor",
+    "context x expert parallel", "stages x context",
 }  # fmt: skip
 CASES_PER_TEST = 8  # drill cases per test: `train_in_ranks` has a limit of minutes
 
@@ -128,12 +132,14 @@ def train_all(tmp_path: Path, layouts: dict[str, tuple[tuple[str, ...], tuple[st
 def test_a_mixture_is_the_same_model_for_any_expert_placement_and_resumes_with_the_same_bits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = train_all(tmp_path, FAST, ["dealt to all"])
-    for name in ("dealt to all", "shards"):
+    store = train_all(tmp_path, FAST, ["expert parallel 4"])
+    for name in ("expert parallel 4", "shards"):
         _biases_were_moved(store, overrides_of(*BIASED, *LAYOUTS[name][1]), name)
     _rows_are_read_by_themselves(store, overrides_of(*BIASED, *LAYOUTS["shards"][1]), "shards", monkeypatch)
     manifest = read_manifest(
-        store, run_id(tiny_spec(*overrides_of(*BIASED, *LAYOUTS["dealt to all"][1])), DATASET_ID, "dealt to all"), STEPS
+        store,
+        run_id(tiny_spec(*overrides_of(*BIASED, *LAYOUTS["expert parallel 4"][1])), DATASET_ID, "expert parallel 4"),
+        STEPS,
     )
     assert manifest.layout == {"engine": "torch", "strategy": "ddp", "world_size": 4, "replicas": 4, "expert": 4}
 
@@ -170,7 +176,7 @@ def test_any_layout_of_a_mixture_takes_over_the_state_of_any_other_bit_for_bit(t
     for name, layout in TAKEN_OVER.items():
         element_counts = {elements[name] for _, elements in results}
         assert planned(*DEEP, *layout) in element_counts
-        assert max(element_counts) - min(element_counts) < 0.01 * max(element_counts), "stages are dealt evenly here"
+        assert max(element_counts) - min(element_counts) < 0.01 * max(element_counts), "stages are divided evenly here"
 
 
 def planned(*overrides: str) -> int:
