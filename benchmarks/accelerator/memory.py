@@ -79,7 +79,7 @@ def planned_bytes(spec: Any, vocabulary: int, device: torch.device) -> dict[str,
         memory(
             Architecture.of(spec.model, vocabulary),
             layout,
-            by_device(device_name(device)) or ACCELERATORS["H100"],
+            by_device(device_name(device)) or ACCELERATORS["H100"].model_copy(update={"kind": kind}),
             global_batch=spec.training.global_batch,
             precision=spec.training.precision,
             practice=practice,
