@@ -39,7 +39,7 @@ def layer_activations(
         per_token = hidden * stream + heads + statistics + kept * size + logits
     else:
         frozen = practice.lora.rank is not None  # the gradient of a norm's weights needs the normalized copy
-        compiled = practice.compiled and layout.checkpointing == "none" and not frozen
+        compiled = counts_as_compiled(layout, practice) and layout.checkpointing == "none" and not frozen
         copies = 1 if practice.fused_norm or frozen or compiled else 2
         norms = shape.norms * hidden * stream * copies + 8
         inputs = hidden * size * (5 if practice.autocast else 2)
@@ -47,7 +47,7 @@ def layer_activations(
             # A norm within the layer reads a sum, of which the compiler keeps the result of a product. Casts are shared
             # and the activation is recomputed, but its product with `up` is kept: products read both.
             norms = hidden * (stream + (shape.norms - 1) * size) + 8
-            inputs, wide = hidden * size * 2, wide - 1
+            inputs, wide = hidden * size * 2, wide - 1 if shape.gated else wide
         scores = (
             0.0 if practice.flash or kind == "selective" else (2 * size + shape.dropout) * shape.heads * shape.context
         )
@@ -61,6 +61,12 @@ def layer_activations(
             kept = adapted_activations(shape, practice.lora, autocast=practice.autocast)
             per_token = norms + heads + statistics + scores + kept * size
     return per_token * tokens_of(shape, layout)
+
+
+def counts_as_compiled(layout: Layout, practice: Practice) -> bool:
+    """Whether the terms of compiled layers and of a compiled loss apply. They were compared with one device only. Where
+    ranks share a layer or a sequence, the larger terms of separate operations count."""
+    return practice.compiled and layout.tensor == 1 and layout.context == 1
 
 
 def _products(shape: Architecture) -> float:

@@ -9,7 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from holdfast.planning.activations import BYTES, attention_backward, layer_activations, tokens_of
+from holdfast.planning.activations import (
+    BYTES,
+    attention_backward,
+    counts_as_compiled,
+    layer_activations,
+    tokens_of,
+)
 from holdfast.planning.adapters import adapter_elements, before_adapters, freed_of_experts
 from holdfast.planning.answers import AnswerLot, answering
 from holdfast.planning.hardware import Accelerator
@@ -119,7 +125,7 @@ def _head(shape: Architecture, layout: Layout, precision: str, practice: Practic
         kept += _taught(practice.teacher.top) * whole
     forward = logits * 8.0  # in fp32, and their exponentials
     backward = logits * (4.0 if precision == "fp32" else 4.0 + size)  # their gradient, also in 16 bits
-    if practice.compiled and layout.tensor == 1 and practice.teacher is None:  # one kernel reads them, and writes that
+    if counts_as_compiled(layout, practice) and practice.teacher is None:  # one kernel reads them, and writes that
         forward, backward = logits * size, logits * 2 * size
     backward += whole * shape.hidden * size  # the gradient of the head's input
     if practice.lora.rank is None:  # and of its weights; in 16 bits also of a chunk, or the sum

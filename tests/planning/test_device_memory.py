@@ -10,6 +10,7 @@ import pytest
 import benchmarks
 from benchmarks.accelerator.workload import shapes, spec_for
 from holdfast.planning import ACCELERATORS, Architecture, Layout, Updates, memory, practice_here
+from holdfast.planning.activations import layer_activations
 from holdfast.spec import Spec
 from holdfast.spec.training import LOSS_CHUNK
 
@@ -63,3 +64,23 @@ def test_the_plan_of_the_mfu_benchmark_is_within_five_percent_of_what_torch_allo
     )
     peak = ALL_FIGURES[section][variant]["peak_bytes"]
     assert allocated(spec, shapes("large")[1]) == pytest.approx(peak, rel=BAR)
+
+
+def planned_bytes(layout: Layout, compiled: bool, gated: bool = True) -> tuple[float, float]:
+    """What a layer keeps, and all terms together."""
+    shape = Architecture(24, 2048, 16, 16, 5632, 2048, 32_000, gated=gated)
+    practice = practice_here("bf16", layout, "nvidia", Updates(compiled=compiled))
+    terms = memory(shape, layout, ACCELERATORS["H200"], global_batch=8, precision="bf16", practice=practice).terms
+    return layer_activations(shape, layout, "bf16", practice), sum(terms.values())
+
+
+@pytest.mark.parametrize("layout", [Layout(tensor=2), Layout(context=2)])
+def test_ranks_that_split_layers_or_sequences_count_as_eager_until_they_are_measured(layout: Layout) -> None:
+    assert planned_bytes(layout, compiled=True) == planned_bytes(layout, compiled=False)
+    eager, compiled = (planned_bytes(Layout(), compiled) for compiled in (False, True))
+    assert compiled[0] < eager[0] and compiled[1] < eager[1]
+
+
+def test_only_a_gate_has_an_activation_that_is_recomputed_and_not_kept() -> None:
+    gated, plain = (planned_bytes(Layout(), compiled=True, gated=gated)[0] for gated in (True, False))
+    assert gated - plain == 5632 * 2 * 2048  # gate, up and their product, or before and after GELU
