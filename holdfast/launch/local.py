@@ -233,8 +233,9 @@ def _lock(lock: TextIO, run_id: str) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         lock.seek(0)
-        holder = lock.read().strip()
-        message = f"run {run_id} is being trained by process {holder} on this machine; waiting until it ends"
+        number = lock.read().strip()  # which is written after the lock is taken
+        holder = f"process {number}" if number else "another process"
+        message = f"run {run_id} is being trained by {holder} on this machine; waiting until it ends"
         log.warning(message)
         emit(WarningIssued(message=message))
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -32,7 +32,6 @@ def load_spec(path: str | Path, overrides: Iterable[str] = ()) -> Spec:
 
 def load_filled(path: str | Path, overrides: Iterable[str] = ()) -> tuple[Spec, dict[str, Any]]:
     """The spec of `load_spec`, and the fields that `model.from` filled in, by dotted name."""
-
     filled: dict[str, Any] = {}
     overrides = list(overrides)
 

@@ -68,14 +68,12 @@ def make_home_of(folder: Path) -> None:
 
 
 def store_url(spec: Spec | None = None) -> str:
-    """The root of the store: the spec's, else HOLDFAST_STORE, else a folder under `home()`. Raises SpecError."""
+    """The root of the store: the spec's, else HOLDFAST_STORE (a URL, or the absolute path of a folder), else a folder
+    under `home()`."""
     if spec is not None and spec.store:
         return spec.store
     root = os.environ.get("HOLDFAST_STORE") or (home() / "store").as_uri()
-    if "://" not in root:
-        remedy = "write file:///path, s3://, gs:// or az://bucket/prefix"
-        raise SpecError([Problem("HOLDFAST_STORE", root, "is neither file:// nor a bucket", remedy)], "environment")
-    return root
+    return Path(root).expanduser().as_uri() if root.startswith(("/", "~")) else root
 
 
 def tracking_uri() -> str:

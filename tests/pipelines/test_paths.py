@@ -17,9 +17,12 @@ from tests.rollouts.prompt_run import prompt_spec
 def test_a_store_that_is_neither_a_url_nor_a_path_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="'s3:/bucket' is neither a URL nor a path; write a URL with two slashes"):
         store_root("s3:/bucket")
-    monkeypatch.setenv("HOLDFAST_STORE", "/tmp/store")
-    with pytest.raises(SpecError, match=r"(?s)HOLDFAST_STORE: is neither .*'/tmp/store'.*write file:///path"):
-        store_url()
+
+
+@pytest.mark.parametrize("value", ["file:///tmp/store", "/tmp/store", "s3://bucket/prefix", "s3:/bucket"])
+def test_the_variable_of_the_store_may_be_the_path_of_a_folder(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("HOLDFAST_STORE", value)
+    assert store_url() == (f"file://{value}" if value.startswith("/") else value)
 
 
 def test_a_script_that_does_not_exist_is_refused_with_its_line(tmp_path: Path) -> None:

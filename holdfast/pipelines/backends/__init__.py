@@ -37,7 +37,8 @@ def open_backend(name: str, *, store: str = "", endpoint: str = "", namespace: s
 def require_known(name: str) -> None:
     """Raise UsageError if no backend has this name."""
     if name not in BACKENDS:
-        raise UsageError(f"{name!r} is not a backend", "--backend", f"use one of {', '.join(BACKENDS)}")
+        field = VARIABLE if os.environ.get(VARIABLE) == name else "backend"
+        raise UsageError(f"{name!r} is not a backend", field, f"use one of {', '.join(BACKENDS)}")
 
 
 def _local(store: str, _endpoint: str, _namespace: str) -> Backend:

@@ -64,6 +64,7 @@ class Record:
     search: Search | None = None  # a sweep whose trials depend on results
     concurrent_trials: int = 0
     former: dict[str, Any] | None = None  # the previous submission, which stays valid if this one is refused
+    running: dict[str, Any] | None = None  # an earlier submission, whose process ran here when this one was made
     job: str = ""  # the execution id under which its steps keep outcomes
     identified: bool = True  # whether `run_id` was the run's id at submission
     written: str = ""  # the spec as its author wrote it; empty: the same as `spec`
@@ -138,14 +139,21 @@ class Record:
         if previous is None:
             return self
         last = previous.accepted(store)
-        same = (last.spec, last.image) == (self.spec, self.image) and not last.alive
-        return replace(self, former=last.former if same else {**asdict(last), "former": None})
+        same = (last.spec, last.image) == (self.spec, self.image)
+        former = last.former if same else last.alone
+        running = previous.newest_alive
+        return replace(self, former=former, running=running.alone if running.alive else None)
+
+    @property
+    def alone(self) -> dict[str, Any]:
+        """This submission without the earlier ones, as a part of a later one."""
+        return {**asdict(self), "former": None, "running": None}
 
     @property
     def newest_alive(self) -> Record:
-        """This submission, or the previous one if only that one's process still runs on this machine."""
-        former = read_record(self.former or {}) if not self.alive else None
-        return former if former is not None and former.backend == self.backend and former.alive else self
+        """This submission, or the one whose process ran when it was made, if only that one's still runs."""
+        earlier = read_record(self.running or {}) if not self.alive else None
+        return earlier if earlier is not None and earlier.backend == self.backend and earlier.alive else self
 
     def _key(self, file: str, identity: str = "") -> str:
         identity = identity or self.run_id

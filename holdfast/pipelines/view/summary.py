@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from rich.console import Console
@@ -14,6 +15,7 @@ from holdfast.dataset.manifest import find_manifest
 from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.runtime.environment import store_url
 from holdfast.scoring.verdict import solved_shares
+from holdfast.spec.errors import HoldfastError
 from holdfast.store import Store, layout, open_store
 
 SHORT_ID = 8  # hexadecimal digits of run ids in next commands
@@ -71,7 +73,8 @@ def model_place(store: Store, record: RunRecord) -> str:
         return ""
     name = "config.json"
     if record.is_script:  # any name
-        name = next((info.key.removeprefix(f"{export}/") for info in store.list(f"{export}/")), name)
+        with suppress(HoldfastError):  # a store that is away hides the path, not the summary
+            name = next((info.key.removeprefix(f"{export}/") for info in store.list(f"{export}/")), name)
     return place(store, f"{export}/{name}").removesuffix(f"/{name}")
 
 

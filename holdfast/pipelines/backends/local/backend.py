@@ -124,11 +124,11 @@ class Local:
             (run_record, read_record(run_record.submission)) for run_record in all_runs(store) if run_record.submission
         ]
         statuses = [
-            (record, self._status(run_record, record))
+            (record, self._status(run_record, record.newest_alive))
             for run_record, record in pairs
             if record and record.backend == self.name
         ]
-        sweeps = [record for record in sweep_records(store) if record.backend == self.name]
+        sweeps = [record.newest_alive for record in sweep_records(store) if record.backend == self.name]
         statuses += [(record, _sweep_status(record, store)) for record in sweeps]
         return [status for _, status in sorted(statuses, key=lambda one: -one[0].submitted)]
 

@@ -20,7 +20,7 @@ from holdfast.pipelines.backends.record import Record, find_record, keep, proces
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.view.catalog import all_runs
 from holdfast.spec import parse_spec
-from holdfast.spec.errors import MissingError
+from holdfast.spec.errors import ExitCode, MissingError
 from holdfast.steps.outcomes import KILLED, Outcome
 from holdfast.store import layout, open_store
 
@@ -81,11 +81,29 @@ def test_a_second_command_that_has_ended_does_not_hide_the_first_which_still_run
     url = f"file://{tmp_path}/store"
     alive = replace(record, outcomes=str(tmp_path))
     alive.write(open_store(url))
-    assert keep(replace(alive, pid=2**22 + 1, submitted=record.submitted + 1), url) == ""  # no process has this number
-    assert local.status(RUN_ID).state == "RUNNING"
+    ended = replace(alive, pid=2**22 + 1)  # no process has this number
+    for later, spec in enumerate((record.spec, f"{record.spec}# another", record.spec), 1):
+        assert keep(replace(ended, spec=spec, submitted=record.submitted + later), url) == ""
+        assert local.status(RUN_ID).state == "RUNNING"
+        assert [run.state for run in local.list()] == ["RUNNING"]
     assert local.cancel(RUN_ID)[1] is True
     assert process.wait(300) == 143
     assert local.status(RUN_ID).state == "UNFINISHED"
+
+
+def test_the_last_accepted_submission_stays_when_two_others_are_refused(record: Record, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    store = open_store(url)
+    waiting = replace(record, outcomes=str(tmp_path), spec="another")  # for the first one, in live processes
+    replace(waiting, spec=record.spec).write(store)
+    for later in (1, 2):
+        assert keep(replace(waiting, submitted=record.submitted + later), url) == ""
+    summary = {"ended": record.submitted + 3, "exit_code": ExitCode.PLAN_CHANGED}
+    store.put(layout.run(RUN_ID, "summary.json"), json.dumps(summary).encode())
+    newest = find_record(store, RUN_ID)
+    assert newest is not None
+    assert newest.spec == "another"
+    assert newest.accepted(store).spec == record.spec
 
 
 def test_a_record_of_another_version_is_no_obstacle(record: Record, local: Local, tmp_path: Path) -> None:
