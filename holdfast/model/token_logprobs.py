@@ -25,8 +25,10 @@ import torch
 import torch._dynamo.config
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 from torch.autograd.function import once_differentiable
 
+from holdfast.spec.errors import Problem, SpecError
 from holdfast.spec.training import LOSS_CHUNK
 
 IGNORED = -100  # as a target: log-probability 0, no gradient
@@ -220,10 +222,16 @@ def _gradient_of_logits(logits_CV: Tensor, lse_C: Tensor, gradient_C: Tensor, in
 
 
 def _by_one_kernel(function: Callable[..., Any], *operands: Tensor) -> Any:
-    """The function, compiled for each length of a chunk. If there were more lengths than torch compiles, it would use
-    the separate operations for the rest, without an error and with other bits."""
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        return _compiled(function)(*operands)
+    """The function, compiled for each length of a chunk. With more lengths than torch compiles, it would use separate
+    operations for the rest, with other bits and without an error. Raises SpecError instead."""
+    try:
+        with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+            return _compiled(function)(*operands)
+    except FailOnRecompileLimitHit:
+        limit = torch._dynamo.config.recompile_limit
+        message = f"makes chunks of more than {limit} lengths, and with training.compile torch compiles no more"
+        remedy = "use a chunk that divides the lengths of all rows, or training.compile: false"
+        raise SpecError([Problem("training.loss_chunk", None, message, remedy)]) from None
 
 
 @cache

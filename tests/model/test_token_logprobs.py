@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from holdfast.model.token_logprobs import IGNORED, likeliest_tokens, token_logprobs
+from holdfast.spec.errors import SpecError
 from tests.checkpoint.ranks import in_ranks, process_group
 from tests.model.test_packed_attention import Recorder, random, with_gradients
 
@@ -64,6 +65,22 @@ def test_compiled_sums_over_the_vocabulary_are_those_of_separate_operations(dtyp
         assert ((actual - reference).norm() / reference.norm()).item() < (1e-6 if dtype == torch.float32 else 3e-3)
     assert not found[0][targets == IGNORED].any()
     assert not found[1][targets == IGNORED].any()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler on a CPU")
+def test_more_lengths_of_chunks_than_torch_compiles_are_refused() -> None:
+    torch._dynamo.reset()  # other tests have compiled some lengths
+    limit = torch._dynamo.config.recompile_limit
+    hidden, head, targets, _ = inputs(1, limit + 1)
+    for length in range(1, limit + 1):
+        token_logprobs(hidden[:, :length], head, targets[:, :length], compiled=True)
+    with pytest.raises(
+        SpecError, match=rf"training\.loss_chunk: .*more than {limit} lengths.*training\.compile"
+    ) as error:
+        token_logprobs(hidden, head, targets, compiled=True)
+    assert error.value.problems[0].remedy.endswith("training.compile: false")
+    torch._dynamo.reset()
 
 
 def test_a_position_may_have_several_targets_of_which_the_first_may_occur_twice() -> None:
