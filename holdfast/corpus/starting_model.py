@@ -27,6 +27,7 @@ from holdfast.spec.data import Data
 from holdfast.spec.errors import DataError, HoldfastError, MissingError, Problem, SpecError
 from holdfast.spec.load import FROM, written_leaves
 from holdfast.spec.model import Model
+from holdfast.store import in_bucket
 
 log = logging.getLogger("holdfast.corpus")
 
@@ -45,7 +46,12 @@ def fill_from_model(tree: dict[str, Any]) -> list[Problem]:
     if not isinstance(source, str) or not source:
         return [Problem(_NAME, source, "is not the place of a model", _LAYOUT)]
     place = _pinned(source)
-    config = read_settings(f"{place}/config.json", _NAME)
+    try:
+        config = read_settings(f"{place}/config.json", _NAME)
+    except MissingError as error:
+        if in_bucket(place):
+            error.problem = Problem(_NAME, source, "is in a bucket that does not exist", _LAYOUT)
+        raise
     if not config:
         lost = "://" not in source and not Path(source).is_dir()
         raise _missing(_NAME, source, "is no folder" if lost else "has no config.json", _LAYOUT)
@@ -118,7 +124,7 @@ def _pinned(source: str) -> str:
         return source.rstrip("/") or source
     place = parse_place(source.rstrip("/"))
     inside = f"/{place.path}" if place.path else ""
-    return f"hf://{place.repository}@{hub_commit(source.rstrip('/'))}{inside}"
+    return f"hf://{place.repository}@{hub_commit(source.rstrip('/'), _NAME)}{inside}"
 
 
 def _fill_model(

@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from holdfast.runtime.environment import cache_dir
 from holdfast.spec import Spec
-from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, StoreUnreachableError
+from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, Problem, StoreUnreachableError
 from holdfast.spec.training import Training
 from holdfast.store import in_bucket, open_store
 
@@ -164,18 +164,19 @@ def _location(repository: str, kind: Kind) -> str:
     return f"{SCHEME}{'datasets/' if kind == 'dataset' else ''}{repository}"
 
 
-def hub_commit(location: str) -> str:
-    """The commit that a repository's revision, or its main branch, names now."""
+def hub_commit(location: str, field: str) -> str:
+    """The commit that a repository's revision, or its main branch, names now. `field` of a spec names the location.
+    Raises MissingError with the problem of that field."""
     from huggingface_hub import HfApi
 
     place = parse_place(location)
-    with _speaking(location):
+    with _speaking(location, field):
         return str(HfApi().model_info(place.repository, revision=place.revision).sha)
 
 
 @contextmanager
-def _speaking(location: str) -> Iterator[None]:
-    """Turn the library's errors into Holdfast's."""
+def _speaking(location: str, field: str = "") -> Iterator[None]:
+    """Turn the library's errors into Holdfast's. `field` of a spec names the location."""
     from huggingface_hub.errors import (
         GatedRepoError,
         HfHubHTTPError,
@@ -189,9 +190,12 @@ def _speaking(location: str) -> Iterator[None]:
     except GatedRepoError:
         raise AccessDeniedError(f"{location}: asks for an agreement; give it on the Hub, and set HF_TOKEN") from None
     except (RepositoryNotFoundError, RevisionNotFoundError):
-        raise MissingError(
-            f"{location}: the Hub has no such repository or revision, or HF_TOKEN may not see it"
-        ) from None
+        message = "the Hub has no such repository or revision"
+        remedy = "check the name, and whether HF_TOKEN may see it"
+        error = MissingError(f"{location}: {message}; {remedy}")
+        if field:
+            error.problem = Problem(field, location, f"is missing: {message}", remedy)
+        raise error from None
     except LocalEntryNotFoundError as error:
         raise StoreUnreachableError(f"{location}: the Hub does not answer: {error}") from None
     except HfHubHTTPError as error:
@@ -259,7 +263,10 @@ def weights_digest(location: str | None, field: str = "model.init_from") -> str:
         files = sorted(path for path in folder.glob("*") if is_weight_file(path.name))
         lines = [f"{path.name} {blake3().update_mmap(path).hexdigest()}" for path in files]
     if not any(".safetensors " in line for line in lines):
-        raise MissingError(f"{field}: {location} has no .safetensors; name a folder in the Hugging Face layout")
+        message, remedy = "has no .safetensors", "name a folder in the Hugging Face layout"
+        error = MissingError(f"{field}: {location} {message}; {remedy}")
+        error.problem = Problem(field, location, message, remedy)
+        raise error
     return blake3("\n".join(lines).encode()).hexdigest()
 
 

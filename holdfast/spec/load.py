@@ -123,7 +123,8 @@ def _raise_with_fields(
     try:
         Spec.model_validate(tree)
     except ValidationError as refused:
-        unknown = Problem(f"model.{FROM}", source_of_model, f"cannot be used: {error}", "name a model that can be read")
+        message = str(error).removeprefix(f"model.{FROM}: ")
+        unknown = Problem(f"model.{FROM}", source_of_model, message, "name a model that can be read")
         problems = [error.problem or unknown, *_problems(refused.errors(include_url=False))]
         raise SpecError([_placed(problem, places) for problem in problems], source) from None
     raise error

@@ -254,7 +254,19 @@ def test_a_repository_that_the_hub_lacks_is_reported_with_every_refused_field(hu
         load_spec(write_spec(tmp_path, **{"from": "hf://tiny/gone"}), ["training.steps=0"])
     first, second = caught.value.problems
     assert (first.field, first.value, second.field) == ("model.from", "hf://tiny/gone", "training.steps")
-    assert "no such repository or revision" in first.message and first.remedy == "name a model that can be read"
+    assert first.message == "is missing: the Hub has no such repository or revision"
+    assert first.remedy == "check the name, and whether HF_TOKEN may see it"
+
+
+@pytest.mark.usefixtures("s3_endpoint")
+def test_a_bucket_that_does_not_exist_is_reported_with_every_refused_field(tmp_path: Path) -> None:
+    gone = "s3://holdfast-has-no-such-bucket/base"
+    with pytest.raises(SpecError) as caught:
+        load_spec(write_spec(tmp_path, **{"from": gone}), ["training.steps=0"])
+    first, second = caught.value.problems
+    assert (first.field, first.value, second.field) == ("model.from", gone, "training.steps")
+    assert first.message == "is in a bucket that does not exist"
+    assert first.remedy.startswith("name a folder in the Hugging Face layout")
 
 
 def test_a_step_refuses_a_spec_that_names_a_model_instead_of_its_fields(tmp_path: Path) -> None:
