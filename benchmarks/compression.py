@@ -25,8 +25,8 @@ from holdfast.dataset import Batches, Dataset
 from holdfast.engines.assignment import Assignment
 from holdfast.engines.interface import Engine, build_engine
 from holdfast.engines.weights import SeededState
-from holdfast.rank.loop import learning_rate
 from holdfast.rank.randomness import make_deterministic
+from holdfast.rank.schedule import learning_rate
 from holdfast.spec import load_spec
 from holdfast.store import Store, layout, open_store
 

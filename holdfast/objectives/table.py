@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from holdfast.objectives.distillation import TopKDistillation
 from holdfast.objectives.interface import Objective
-from holdfast.objectives.next_token import NextToken, TopKDistillation
+from holdfast.objectives.next_token import NextToken
 from holdfast.objectives.own import OwnObjective
 from holdfast.objectives.policy import policy_objective
 from holdfast.objectives.preference import DirectPreference, OddsRatio, RewardModel

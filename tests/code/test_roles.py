@@ -20,9 +20,9 @@ from holdfast.model.token_logprobs import IGNORED
 from holdfast.objectives.interface import ObjectiveInputs
 from holdfast.objectives.own import OwnObjective
 from holdfast.pipelines.paths import load_spec
-from holdfast.rank.loop import learning_rate
 from holdfast.rank.observers import UserObserver
 from holdfast.rank.preemption import PreemptionSignal
+from holdfast.rank.schedule import learning_rate
 from holdfast.rank.worker import work
 from holdfast.scoring.score import own_metrics
 from holdfast.spec import Spec

@@ -24,8 +24,8 @@ from torch import Tensor
 from holdfast.dataset.vocabulary import ENDS, UNCOUNTED, UNDESIRABLE
 from holdfast.model.decoder import Decoder
 from holdfast.model.token_logprobs import IGNORED, likeliest_tokens, token_logprobs
+from holdfast.objectives.distillation import TopKDistillation
 from holdfast.objectives.interface import Objective, ObjectiveInputs, count_terms, metrics_of, micro_batches, weighted
-from holdfast.objectives.next_token import TopKDistillation
 from holdfast.objectives.preference import DirectPreference, OddsRatio, RewardModel
 from holdfast.objectives.unpaired import UnpairedPreference, divergence_of, divergence_sums, mismatched
 from holdfast.spec.model import Model

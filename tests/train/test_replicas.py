@@ -11,7 +11,7 @@ import torch
 from holdfast.checkpoint import read_manifest
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.collectives import Gang
-from holdfast.rank.session import suspected
+from holdfast.rank.replicas import suspected
 from holdfast.spec import ExitCode, run_id
 from holdfast.spec.errors import HoldfastError
 from holdfast.store import open_store

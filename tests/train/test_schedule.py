@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.rank.loop import learning_rate
+from holdfast.rank.schedule import learning_rate
 from holdfast.spec.training import BatchRamp, Optimizer, Schedule, Training
 
 

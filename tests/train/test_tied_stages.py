@@ -15,7 +15,7 @@ from holdfast.engines.interface import Engine
 from holdfast.engines.mesh import Mesh
 from holdfast.engines.torch.tied import TIED
 from holdfast.engines.weights import SeededState
-from holdfast.rank.session import require_equal_replicas
+from holdfast.rank.replicas import require_equal_replicas
 from holdfast.spec.errors import HoldfastError
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import join
