@@ -34,7 +34,7 @@ def rank_command(
     It has the rank's environment and working folder, and the exit code of `command`. `terminal`: it is used from a
     terminal. Raises MissingError if the run does not run, has no such rank, or is where no node can be entered.
     """
-    from holdfast.pipelines.backends.interface import RankShell
+    from holdfast.pipelines.backends.rank_shell import RankShell
     from holdfast.pipelines.view.catalog import find_run
 
     opened_store = open_store_at(at.store)

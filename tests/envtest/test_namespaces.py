@@ -10,7 +10,8 @@ import pytest
 
 from holdfast.launch.kubernetes import KubernetesLauncher, lease
 from holdfast.launch.kubernetes.client import LEASES
-from holdfast.launch.kubernetes.lease import RunLease, find_own_pod
+from holdfast.launch.kubernetes.lease import RunLease
+from holdfast.launch.kubernetes.owner import find_own_pod
 from holdfast.runtime.node import NAMESPACE_VARIABLE
 from tests.envtest.control_plane import ADMIN, NAMESPACE, ControlPlane, assets
 from tests.launch.kubernetes.conftest import RUN, settings

@@ -23,7 +23,8 @@ from holdfast.launch.kubernetes.client import NODES, SECRETS, Api, Object, Resou
 from holdfast.launch.kubernetes.configuration import own_namespace
 from holdfast.launch.kubernetes.follow import Follower
 from holdfast.launch.kubernetes.kinds import KINDS, Kind
-from holdfast.launch.kubernetes.lease import Pipeline, RunLease, find_own_pod, find_pipeline
+from holdfast.launch.kubernetes.lease import RunLease
+from holdfast.launch.kubernetes.owner import Pipeline, find_own_pod, find_pipeline
 from holdfast.runtime.node import NAMESPACE_VARIABLE, POD_VARIABLE
 from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import (

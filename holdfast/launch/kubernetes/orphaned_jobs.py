@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from holdfast.launch.emitters import RUN_LABEL
 from holdfast.launch.kubernetes.client import LEASES, Api, Object, Resource
 from holdfast.launch.kubernetes.kinds import KINDS, Kind
-from holdfast.launch.kubernetes.lease import DURATION, HeldError, OwnPod, RunLease, find_own_pod, name_of
+from holdfast.launch.kubernetes.lease import DURATION, HeldError, RunLease, name_of
+from holdfast.launch.kubernetes.owner import OwnPod, find_own_pod
 from holdfast.runtime.node import POD_VARIABLE
 from holdfast.runtime.secrets import redact
 from holdfast.spec import parse_spec

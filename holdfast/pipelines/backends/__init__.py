@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from holdfast.pipelines.backends import interface
-from holdfast.pipelines.backends.interface import Capabilities
+from holdfast.pipelines.backends import capabilities
+from holdfast.pipelines.backends.capabilities import Capabilities
 from holdfast.spec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -104,12 +104,12 @@ class Entry:
 
 
 BACKENDS: dict[str, Entry] = {
-    "local": Entry(_local, interface.LOCAL),
-    "kubeflow": Entry(_kubeflow, interface.KUBEFLOW, _address_of_kubeflow),
-    "argo": Entry(_argo, interface.ARGO),
-    "slurm": Entry(_slurm, interface.SLURM),
-    "ssh": Entry(_ssh, interface.SSH, _hosts_of_ssh),
-    "ray": Entry(_ray, interface.RAY, _address_of_ray),
+    "local": Entry(_local, capabilities.LOCAL),
+    "kubeflow": Entry(_kubeflow, capabilities.KUBEFLOW, _address_of_kubeflow),
+    "argo": Entry(_argo, capabilities.ARGO),
+    "slurm": Entry(_slurm, capabilities.SLURM),
+    "ssh": Entry(_ssh, capabilities.SSH, _hosts_of_ssh),
+    "ray": Entry(_ray, capabilities.RAY, _address_of_ray),
 }
 DEFAULT = "local"  # where nothing names a backend
 WITH_ENDPOINT = "kubeflow"  # the backend of a run of which only an endpoint is known

@@ -3,111 +3,25 @@
 Every backend returns the existing run when the same request is submitted again. A run is named by the backend's own id,
 by Holdfast's run id or its beginning, or by the name of its spec. Nothing is printed here. A backend renders the DAG of
 `holdfast.pipelines.table` and defines none.
-
-Callers ask for a capability of a backend, and never compare its name. A rank's shell gets the rank's environment and
-working folder from `holdfast.runtime.rank_shell`, on the rank's node.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
+from holdfast.pipelines.backends.capabilities import Capabilities
+from holdfast.pipelines.backends.rank_shell import RankShell
 from holdfast.pipelines.backends.request import RunRequest
-from holdfast.runtime.rank_shell import MODULE
-from holdfast.spec.cluster import Cluster
 from holdfast.spec.errors import ExitCode, MissingError
 from holdfast.steps import STEPS
-from holdfast.telemetry.rank_logs import RankStream
 
 PENDING, RUNNING, SUCCEEDED, FAILED, CANCELED = "PENDING", "RUNNING", "SUCCEEDED", "FAILED", "CANCELED"
 NOT_BEGUN = "NOT_BEGUN"  # state of a step that never ran before its run ended
 SHOWN_IDS = 8  # candidates in an error
 SKIPPED = "skipped"  # beginning of the outcome of a step whose condition did not hold
 UNFINISHED = (PENDING, RUNNING, "PAUSED", "CANCELING")
-
-
-@dataclass(frozen=True)
-class RankShell:
-    """A command to run in the place of a rank."""
-
-    run_id: str
-    process: RankStream  # of the rank, which runs
-    cluster: Cluster  # of the spec
-    command: tuple[str, ...] = ()  # empty: a shell
-    terminal: bool = True  # whether it is used from a terminal
-
-    def on_node(self, python: str) -> list[str]:
-        """The command line on the rank's node, where `python` is the interpreter of Holdfast."""
-        return [python, "-m", MODULE, self.run_id, str(self.process.rank), str(self.process.pid), *self.command]
-
-    def scheduled_in(self, kind: Literal["pod", "job"]) -> str:
-        """The pod or the Slurm job of the rank. Raises MissingError if the store does not name it."""
-        if not (name := str(getattr(self.process, kind))):
-            raise MissingError(
-                f"rank {self.process.rank} of run {self.run_id}: the store names no {kind} of it, only the node "
-                f"{self.process.node}; give --backend with the one that runs it"
-            )
-        return name
-
-
-def in_pod(shell: RankShell, context: str = "") -> list[str]:
-    """The command line on Kubernetes, in a context of the kubeconfig. Raises MissingError for a rank without a pod."""
-    from holdfast.launch.kubernetes.kinds import KINDS
-
-    options = ["-i", *(["-t"] if shell.terminal else []), shell.scheduled_in("pod")]
-    options += ["-n", shell.process.namespace, "-c", KINDS[shell.cluster.job].container]
-    place = ["--context", context] if context else []
-    return ["kubectl", *place, "exec", *options, "--", *shell.on_node("python")]
-
-
-@dataclass(frozen=True)
-class Capabilities:
-    """What a backend can do, beyond the `Backend` protocol, which every backend fulfills."""
-
-    sweeps: bool = False  # runs the DAG of a sweep
-    searches: bool = False  # runs the trials of a search that depend on results: tpe, asha
-    limited_trials: bool = False  # limits the concurrent trials of a sweep to a number
-    foreground: bool = False  # `submit` runs the steps on this machine, shows the progress, and returns at the end
-    images: bool = False  # takes the image and the service account of the steps from the request
-    endpoints: bool = False  # has an address that a request can name
-    contexts: bool = False  # its address is a context of the kubeconfig
-    namespaces: bool = False  # has namespaces that a request can name
-    kubernetes: bool = False  # its objects are Kubernetes' or belong to a cluster's pods
-    own_account: bool = False  # the engine gives its pods a separate service account
-    shared_folders: bool = False  # its machines see the folders of the submitting machine under the same paths
-    shared_volumes: bool = False  # its machines see `cluster.volumes` like the submitting machine
-
-
-LOCAL = Capabilities(sweeps=True, searches=True, foreground=True, shared_folders=True)
-
-SSH = Capabilities(foreground=True, endpoints=True, shared_folders=True)
-
-KUBEFLOW = Capabilities(
-    sweeps=True,
-    searches=True,
-    images=True,
-    endpoints=True,
-    namespaces=True,
-    kubernetes=True,
-    own_account=True,
-)
-
-ARGO = Capabilities(
-    sweeps=True,
-    searches=True,
-    limited_trials=True,
-    images=True,
-    endpoints=True,
-    contexts=True,
-    namespaces=True,
-    kubernetes=True,
-)
-
-SLURM = Capabilities(sweeps=True, searches=True, limited_trials=True, shared_folders=True)
-
-RAY = Capabilities(searches=True, endpoints=True, shared_volumes=True)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,9 @@ import yaml
 from holdfast.components.notify.__main__ import body
 from holdfast.launch.kubernetes import KubernetesLauncher, lease
 from holdfast.launch.kubernetes.client import Api
-from holdfast.launch.kubernetes.lease import HeldError, RunLease, find_own_pod
+from holdfast.launch.kubernetes.lease import HeldError, RunLease
 from holdfast.launch.kubernetes.orphaned_jobs import end_orphaned_jobs
+from holdfast.launch.kubernetes.owner import find_own_pod
 from holdfast.pipelines.backends.cleanup import clean_up_cluster
 from holdfast.pipelines.backends.interface import CANCELED, RUNNING, SUCCEEDED, RunStatus
 from holdfast.pipelines.backends.record import Record

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.launch.kubernetes.lease import find_own_pod, find_pipeline
+from holdfast.launch.kubernetes.owner import find_own_pod, find_pipeline
 
 
 def test_a_new_workflow_of_the_old_name_is_another_one_and_the_old_has_ended(cluster) -> None:

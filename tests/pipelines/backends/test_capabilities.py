@@ -11,7 +11,7 @@ import pytest
 
 from holdfast import api
 from holdfast.pipelines.backends import BACKENDS
-from holdfast.pipelines.backends.interface import Capabilities
+from holdfast.pipelines.backends.capabilities import Capabilities
 from holdfast.spec.errors import UsageError
 
 ROOT = Path(__file__).parents[3]

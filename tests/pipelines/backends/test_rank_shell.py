@@ -20,7 +20,7 @@ from holdfast.launch import exits, processes
 from holdfast.launch.launches import claim_launch
 from holdfast.launch.node.output import Place, RankOutput
 from holdfast.pipelines.backends import open_backend
-from holdfast.pipelines.backends.interface import RankShell
+from holdfast.pipelines.backends.rank_shell import RankShell
 from holdfast.pipelines.backends.record import process_start, record_of
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.cli import monitoring as command

@@ -15,7 +15,7 @@ from typing import Any
 from holdfast.launch.kubernetes.api_errors import ConflictError, TransientError
 from holdfast.launch.kubernetes.client import PODS, WORKFLOWS, Api, Object, Resource
 from holdfast.launch.kubernetes.output import text_lines
-from holdfast.pipelines.backends import interface
+from holdfast.pipelines.backends import capabilities
 from holdfast.pipelines.backends.argo.contexts import PATIENCE_SECONDS, Notes, submit_in_order
 from holdfast.pipelines.backends.argo.emit import argo_objects, sweep_objects
 from holdfast.pipelines.backends.argo.template import labels, template_called, template_name, text_of
@@ -27,15 +27,14 @@ from holdfast.pipelines.backends.interface import (
     PENDING,
     RUNNING,
     SUCCEEDED,
-    RankShell,
     RunStatus,
     StepStatus,
     ended_with,
-    in_pod,
     is_step,
     require_one_run,
     step_called,
 )
+from holdfast.pipelines.backends.rank_shell import RankShell, in_pod
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.sizes import require_fits_argo
 from holdfast.runtime.exits import code_in
@@ -101,7 +100,7 @@ class Argo:
     """A namespace of a cluster with Argo's controller."""
 
     name = "argo"
-    capabilities = interface.ARGO
+    capabilities = capabilities.ARGO
 
     def __init__(self, namespace: str = "", api: Api | None = None, context: str = "") -> None:
         """`namespace`: default, that of the pod or the kubeconfig. `api`: default, connected on first use. `context` of

@@ -7,12 +7,13 @@ from dataclasses import asdict
 from typing import Any
 
 from holdfast.launch.kubernetes.client import Api
-from holdfast.pipelines.backends import interface
-from holdfast.pipelines.backends.interface import RankShell, RunStatus, StepStatus, ended_with, in_pod
+from holdfast.pipelines.backends import capabilities
+from holdfast.pipelines.backends.interface import RunStatus, StepStatus, ended_with
 from holdfast.pipelines.backends.kubeflow import watch
 from holdfast.pipelines.backends.kubeflow.connection import Access, Server
 from holdfast.pipelines.backends.kubeflow.records import with_records
 from holdfast.pipelines.backends.kubeflow.submit import in_namespace, submit
+from holdfast.pipelines.backends.rank_shell import RankShell, in_pod
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
 from holdfast.runtime.environment import store_url
@@ -23,7 +24,7 @@ class Kubeflow:
     """A KFP server."""
 
     name = "kubeflow"
-    capabilities = interface.KUBEFLOW
+    capabilities = capabilities.KUBEFLOW
 
     def __init__(self, access: Access, store: str = "", api: Callable[[], Api] = Api.of_this_process) -> None:
         """`store`: URL of the store with the steps' outcomes; default: the one that a run names. `api`: makes the

@@ -16,8 +16,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from holdfast.pipelines.backends import interface
-from holdfast.pipelines.backends.interface import CANCELED, FAILED, RUNNING, SUCCEEDED, RankShell, RunStatus, is_step
+from holdfast.pipelines.backends import capabilities
+from holdfast.pipelines.backends.interface import CANCELED, FAILED, RUNNING, SUCCEEDED, RunStatus, is_step
+from holdfast.pipelines.backends.rank_shell import RankShell
 from holdfast.pipelines.backends.record import Record, find_record, log_file, read_record, sweep_records
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
@@ -41,7 +42,7 @@ class Local:
     """The runs of this machine in one store."""
 
     name = "local"
-    capabilities = interface.LOCAL
+    capabilities = capabilities.LOCAL
 
     def __init__(self, store: str = "") -> None:
         self._url = store_root(store) if store else store_url()

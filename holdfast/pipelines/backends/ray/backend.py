@@ -11,19 +11,19 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from holdfast.pipelines.backends import interface
+from holdfast.pipelines.backends import capabilities
 from holdfast.pipelines.backends.interface import (
     CANCELED,
     FAILED,
     RUNNING,
     SKIPPED,
     SUCCEEDED,
-    RankShell,
     RunStatus,
     StepStatus,
     ended_with,
     require_one_run,
 )
+from holdfast.pipelines.backends.rank_shell import RankShell
 from holdfast.pipelines.backends.ray.client import Jobs, RayJob
 from holdfast.pipelines.backends.ray.emit import PREFIX, RayOrder, store_mark
 from holdfast.pipelines.backends.request import RunRequest
@@ -45,7 +45,7 @@ class Ray:
     """The Ray cluster with the Jobs API at an address."""
 
     name = "ray"
-    capabilities = interface.RAY
+    capabilities = capabilities.RAY
 
     def __init__(self, store: str = "", endpoint: str = "") -> None:
         """`store`: URL of the store with the steps' outcomes; `endpoint`: of the Jobs API."""

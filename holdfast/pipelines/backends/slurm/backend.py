@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.launch.launches import avoided_nodes
-from holdfast.pipelines.backends import interface
+from holdfast.pipelines.backends import capabilities
 from holdfast.pipelines.backends.interface import (
     CANCELED,
     RUNNING,
     SUCCEEDED,
-    RankShell,
     RunStatus,
     StepStatus,
     ended_with,
     is_step,
     require_one_run,
 )
+from holdfast.pipelines.backends.rank_shell import RankShell
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.backends.slurm import client
 from holdfast.pipelines.backends.slurm.client import BatchJob
@@ -168,7 +168,7 @@ class Slurm:
     """The Slurm of this machine's commands, and this user's chains in it."""
 
     name = "slurm"
-    capabilities = interface.SLURM
+    capabilities = capabilities.SLURM
 
     def __init__(self, store: str = "") -> None:
         """`store`: URL of the store with the steps' outcomes."""

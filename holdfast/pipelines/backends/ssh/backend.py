@@ -11,16 +11,16 @@ from collections.abc import Sequence
 
 from holdfast.launch.ssh.hosts import hosts_file
 from holdfast.launch.ssh.launcher import ssh_command
-from holdfast.pipelines.backends import interface
-from holdfast.pipelines.backends.interface import RankShell
+from holdfast.pipelines.backends import capabilities
 from holdfast.pipelines.backends.local.backend import Local
+from holdfast.pipelines.backends.rank_shell import RankShell
 
 
 class Ssh(Local):
     """The runs that this machine starts on others, in one store."""
 
     name = "ssh"
-    capabilities = interface.SSH
+    capabilities = capabilities.SSH
 
     def __init__(self, store: str = "", hosts: str = "") -> None:
         """`hosts`: file of the machines; empty: the one that HOLDFAST_HOSTS names, as soon as a run needs it."""
