@@ -1,7 +1,8 @@
 """Low-rank adapters of a served model: each row of a batch computes with its own adapter, or with none.
 
 Adapters are read in the layout of `peft`. A row's product with its adapter is computed alone, so it does not depend on
-the adapters of other rows.
+the adapters of other rows. The experts of a mixture compute each row alone, with and without adapters: the bits of a
+product depend on its height, which is the number of tokens that chose an expert.
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case
@@ -12,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from holdfast.model.decoder import Decoder
+from holdfast.model.experts import Experts, Matrices, Matrix
 from holdfast.model.export import FOLDER, PREFIX
 from holdfast.model.files import SMALL_BYTES, Files, read_bytes
 from holdfast.model.layers import Linear
@@ -24,13 +27,17 @@ from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.json_parsing import parse_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+INNER = ".base_layer"  # in the name of the first of two adapted parameters of one module
+
+
+ALIGNED = 4  # fp32 numbers in the 16 bytes that a grouped product needs
 
 
 class LowRank(NamedTuple):
-    """The matrices of one layer's adapter."""
+    """The matrices of one layer's adapter. Those of a layer's experts are stacked."""
 
-    low: Tensor  # [rank, in]
-    high: Tensor  # [out, rank]
+    low: Tensor  # [rank, in]; of experts [experts * rank, in]
+    high: Tensor  # [out, rank]; of experts [experts * out, rank]
     scale: float
 
 
@@ -53,26 +60,55 @@ def read_adapter(files: Files, decoder: Decoder) -> dict[str, LowRank]:
         raise DataError(f"{where}: r = {rank} and lora_alpha = {alpha} are no rank and no factor")
     scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
     places = read_header(files, prefix + WEIGHTS)
-    layers = {name: module for name, module in decoder.named_modules() if isinstance(module, Linear)}
+    layers = {name: module for name, module in decoder.named_modules() if isinstance(module, Linear | Experts)}
     device = decoder.model.embed_tokens.weight.device
     adapter = {}
     for name in places:
-        stem = name.removeprefix(PREFIX).removesuffix(A).removesuffix(B)
-        layer = layers.get(stem)
-        if layer is None or {PREFIX + stem + A, PREFIX + stem + B} - places.keys():
-            raise DataError(f"{files.where}/{prefix}{WEIGHTS}: {name} is no adapter of a linear layer of this model")
-        shapes = tuple(places[PREFIX + stem + end].shape for end in (A, B))
-        if shapes != ((rank, layer.in_features), (layer.out_features, rank)):
+        stem = name.removesuffix(A).removesuffix(B)
+        layer = layers.get(stem.removeprefix(PREFIX).removesuffix(INNER))
+        if layer is None or {stem + A, stem + B} - places.keys():
             raise DataError(
-                f"{files.where}/{prefix}{WEIGHTS}: {stem} has adapters of {shapes}; rank {rank} and this model need "
-                f"{(rank, layer.in_features)} and {(layer.out_features, rank)}"
+                f"{files.where}/{prefix}{WEIGHTS}: {name} is no adapter of a linear layer or of stacked experts of "
+                "this model; merge the adapter into its model, and serve that"
             )
-        if name.endswith(A):
-            low, high = (read_part(files, key, places[key]).to(device) for key in (name, PREFIX + stem + B))
-            adapter[stem] = LowRank(low, high, scale)
+        if name.endswith(B):
+            continue
+        shapes = (tuple(places[stem + A].shape), tuple(places[stem + B].shape))
+        fitting = _shapes_of(layer, rank)
+        if shapes not in fitting.values():
+            needed = " or ".join(f"{low} and {high}" for low, high in fitting.values())
+            raise DataError(
+                f"{files.where}/{prefix}{WEIGHTS}: {stem} has adapters of {shapes[0]} and {shapes[1]}; rank {rank} and "
+                f"this model need {needed}"
+            )
+        low, high = (read_part(files, stem + end, places[stem + end]).to(device) for end in (A, B))
+        canonical = stem.removeprefix(PREFIX)
+        if isinstance(layer, Experts):
+            matrix = next(matrix for matrix, each in fitting.items() if each == shapes)
+            canonical = f"{canonical.removesuffix(INNER)}.{matrix}"
+            low, high = _stacked(low, high, layer.experts)
+        adapter[canonical] = LowRank(low, high, scale)
     if not adapter:
         raise DataError(f"{files.where}/{prefix}{WEIGHTS}: has no adapters")
     return adapter
+
+
+def _shapes_of(layer: Linear | Experts, rank: int) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The shapes that a file can have for the adapter of each matrix of a layer."""
+    if isinstance(layer, Linear):
+        return {"": ((rank, layer.in_features), (layer.out_features, rank))}
+    count = layer.experts
+    shapes = {"gate_up": layer.gate_up_proj.shape, "down": layer.down_proj.shape}
+    return {name: ((count * rank, columns), (rows // count, count * rank)) for name, (rows, columns) in shapes.items()}
+
+
+def _stacked(low: Tensor, high: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The adapters of experts as `StackedAdapter` has them, from the order of `peft_files`. Ranks are filled up with
+    zeros to what a grouped product needs."""
+    low, high = low.unflatten(0, (experts, -1)), high.unflatten(1, (-1, experts)).permute(2, 0, 1)
+    missing = -low.shape[1] % ALIGNED
+    low, high = nn.functional.pad(low, (0, 0, 0, missing)), nn.functional.pad(high, (0, missing))
+    return low.flatten(0, 1).contiguous(), high.flatten(0, 1).contiguous()
 
 
 def _require_plain(config: Mapping[str, Any], where: str) -> None:
@@ -94,7 +130,9 @@ class AdapterRows:
         self._adapters = adapters
         used = {layer for adapter in adapters.values() for layer in adapter}
         for name, module in decoder.named_modules():
-            if name in used:
+            if isinstance(module, Experts):
+                module.forward = partial(self._by_row, name, module)  # type: ignore[method-assign]
+            elif name in used:
                 module.register_forward_hook(partial(self._add, name))
 
     def _add(self, layer: str, _: nn.Module, inputs: tuple[Tensor, ...], output_BTF: Tensor) -> Tensor:
@@ -105,3 +143,27 @@ class AdapterRows:
                     nn.functional.linear(x_BTD[row], matrices.low), matrices.high
                 ) * (matrices.scale)
         return output_BTF
+
+    def _by_row(self, layer: str, experts: Experts, x_ND: Tensor, chosen_NC: Tensor, weight_NC: Tensor) -> Tensor:
+        """The experts of each row, one row after another."""
+        parts = (each.unflatten(0, (len(self.rows), -1)) for each in (x_ND, chosen_NC, weight_NC))
+        return torch.cat(
+            [
+                Experts.forward(experts, x, chosen, weight, self._matrices(layer, experts, name))
+                for name, x, chosen, weight in zip(self.rows, *parts, strict=True)
+            ]
+        )
+
+    def _matrices(self, layer: str, experts: Experts, name: str) -> Matrices:
+        base = experts.matrices()
+        return Matrices(
+            self._adapted(f"{layer}.gate_up", base.gate_up, name),
+            self._adapted(f"{layer}.down", base.down, name),
+            base.clamped,
+        )
+
+    def _adapted(self, stem: str, matrix: Matrix, name: str) -> Matrix:
+        adapter = self._adapters[name].get(stem) if name else None
+        if adapter is None:
+            return matrix
+        return matrix._replace(adapter=(adapter.low, adapter.high), scale=adapter.scale)

@@ -258,12 +258,12 @@ class Experts(nn.Module):
         gate_up = Matrix((self.gate_up_proj,), self.gate_up_proj_bias)
         return Matrices(gate_up, Matrix((self.down_proj,), self.down_proj_bias), self.clamped)
 
-    def forward(self, x_ND: Tensor, chosen_NC: Tensor, weight_NC: Tensor) -> Tensor:
-        """The weighted sum of the outputs of each token's experts: [N, D]."""
+    def forward(self, x_ND: Tensor, chosen_NC: Tensor, weight_NC: Tensor, matrices: Matrices | None = None) -> Tensor:
+        """The weighted sum of the outputs of each token's experts: [N, D]. `matrices` replaces those of the layer."""
         choices = chosen_NC.shape[1]
         expert_S, order_S = chosen_NC.flatten().sort(stable=True)
         ends_E = torch.searchsorted(expert_S, torch.arange(self.experts, device=expert_S.device), right=True)
         x_SD, inverse_S = permuted(x_ND[:, None].expand(-1, choices, -1).flatten(0, 1), order_S)
-        y_SD = self.compute(x_SD, ends_E, self.matrices())
+        y_SD = self.compute(x_SD, ends_E, matrices or self.matrices())
         y_NCD = Permuted.apply(y_SD, inverse_S, order_S).unflatten(0, (-1, choices))
         return (y_NCD * weight_NC[..., None]).sum(1).to(x_ND.dtype)
