@@ -136,6 +136,10 @@ def _tar(stream: BinaryIO, reading: Reading) -> Iterator[Record]:
         forward.seek(archive.offset)  # `tarfile` takes a damaged header for the end
         if forward.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise EOFError("a member is damaged, or the end is missing")
+        while block := forward.read(2**20):
+            if block.strip(b"\0"):
+                yield Flaw("corrupt", "has more data after its end, which are not read; pack the archives into one")
+                return
 
 
 def _keep(sample: _Sample, extension: str, archive: tarfile.TarFile, info: tarfile.TarInfo, reading: Reading) -> None:

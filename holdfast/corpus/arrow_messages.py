@@ -44,6 +44,8 @@ def batches_of(stream: BinaryIO) -> Iterator[Any]:
 def _messages(stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
     """The messages of a stream with their types, up to its end."""
     prefix = _exactly(stream, 8, ends=True)
+    if not prefix:
+        raise EOFError("it is empty")
     if prefix == MAGIC:
         prefix = _exactly(stream, 8)
     while prefix:

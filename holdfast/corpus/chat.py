@@ -8,7 +8,7 @@ characters. Without marks, they are the text that an assistant's message adds to
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from holdfast.spec.json_parsing import parse_json_value
 MAX_TEMPLATE_BYTES = 2**20
 MAX_CONFIG_BYTES = 64 * 2**20
 SPECIALS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+LEGACY = "special_tokens_map.json"
 TEMPLATE_NAMES = ("default", "tool_use")  # the names that `apply_chat_template` chooses from
 # Arguments of `apply_chat_template` that a record must not set in `chat_template_kwargs`.
 RESERVED = tuple(
@@ -259,7 +260,10 @@ def read_template(data: Data) -> ChatTemplate:
         )
     if (size := max(map(len, (text, *named_templates.values())))) > MAX_TEMPLATE_BYTES:
         raise DataError(f"data.chat.template: {size} characters are too many for a chat template")
-    template = ChatTemplate(text, specials_of(settings), named_templates, template_name(data))
+    specials = specials_of(
+        with_legacy_tokens(settings, lambda: read_settings(f"{place}{LEGACY}", "data.tokenizer.path"))
+    )
+    template = ChatTemplate(text, specials, named_templates, template_name(data))
     try:
         template.compile()
     except TemplateRefusedError as error:
@@ -306,13 +310,19 @@ def templates_of(settings: dict[str, Any]) -> dict[str, str]:
     }
 
 
+def with_legacy_tokens(settings: dict[str, Any], read_legacy: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A tokenizer_config.json with the special tokens of an older special_tokens_map.json, which `transformers` reads
+    if the former lists no added tokens."""
+    return settings if "added_tokens_decoder" in settings else {**settings, **read_legacy()}
+
+
 def specials_of(settings: dict[str, Any]) -> dict[str, str]:
-    """The special tokens of a tokenizer_config.json, by the names that templates read."""
-    contents = {
-        key: value.get("content") if isinstance(value, dict) else value
-        for key in SPECIALS
-        if (value := settings.get(key)) is not None
-    }
+    """The special tokens of a tokenizer_config.json, by the names that templates read: the standard ones, and those of
+    the model, such as `image_token`."""
+    own = {key: value for key, value in settings.items() if key.endswith("_token") and isinstance(value, str)}
+    extra = settings.get("extra_special_tokens")
+    named = {**own, **(extra if isinstance(extra, dict) else {}), **{key: settings.get(key) for key in SPECIALS}}
+    contents = {key: value.get("content") if isinstance(value, dict) else value for key, value in named.items()}
     return {key: content for key, content in contents.items() if isinstance(content, str)}
 
 

@@ -8,7 +8,7 @@ import gzip
 import io
 import lzma
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO, Literal, cast
 
 from holdfast.spec.errors import DataError
@@ -39,12 +39,11 @@ def decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
             with gzip.GzipFile(fileobj=raw) as stream:
                 yield cast(BinaryIO, stream)
         case "bz2":
-            with bz2.BZ2File(raw) as stream:
-                yield cast(BinaryIO, stream)
+            yield cast(BinaryIO, io.BufferedReader(_Streams(raw, bz2.BZ2Decompressor), READ_BYTES))
         case "zst":
             yield cast(BinaryIO, io.BufferedReader(_ZstdStream(raw), READ_BYTES))
         case "xz":
-            yield cast(BinaryIO, io.BufferedReader(_XzStream(raw), READ_BYTES))
+            yield cast(BinaryIO, io.BufferedReader(_Streams(raw, _xz_decompressor), READ_BYTES))
         case _:
             yield raw
 
@@ -55,14 +54,23 @@ def is_damage(error: Exception, compression: Compression) -> bool:
     return isinstance(error, DAMAGE) or is_bz2 or type(error).__module__.startswith("zstandard")
 
 
-class _XzStream(io.RawIOBase):
-    """Decompresses one xz or lzma stream after another. Its memory, which the stream asks for, has a limit."""
+Decompressor = lzma.LZMADecompressor | bz2.BZ2Decompressor
+
+
+def _xz_decompressor() -> lzma.LZMADecompressor:
+    """A decompressor of a stream, which decides how much memory it takes, up to a limit."""
+    return lzma.LZMADecompressor(memlimit=MAX_WINDOW)
+
+
+class _Streams(io.RawIOBase):
+    """Decompresses one xz, lzma or bzip2 stream after another. What follows the last one is damage, unless it is
+    padding."""
 
     BITE = 2**16
 
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._decompressor: lzma.LZMADecompressor | None = None
+    def __init__(self, raw: BinaryIO, decompressor: Callable[[], Decompressor]) -> None:
+        self._raw, self._new = raw, decompressor
+        self._decompressor: Decompressor | None = None
         self._input = b""
 
     def readable(self) -> bool:
@@ -80,7 +88,7 @@ class _XzStream(io.RawIOBase):
                     if not self._input:
                         return 0
                     continue
-                self._decompressor = lzma.LZMADecompressor(memlimit=MAX_WINDOW)
+                self._decompressor = self._new()
             if self._decompressor.needs_input and not self._input:
                 self._input = self._raw.read(self.BITE)
                 if not self._input:
@@ -90,7 +98,7 @@ class _XzStream(io.RawIOBase):
             if data:
                 return len(data)
 
-    def _step(self, decompressor: lzma.LZMADecompressor, size: int) -> bytes:
+    def _step(self, decompressor: Decompressor, size: int) -> bytes:
         data, self._input = self._input, b""
         try:
             output = decompressor.decompress(data, size)

@@ -149,6 +149,8 @@ def opened(file: SourceFile, decompress: bool = True) -> Iterator[BinaryIO]:
     corrupt file."""
     with _speaking(file), contextlib.ExitStack() as stack:
         _unchanged(file)
+        if decompress and file.compression and not file.size:
+            raise CorruptFileError(f"has no bytes, and is not {NAMES[file.compression]} data; fetch it again")
         raw = stack.enter_context(_raw(file))
         stream = stack.enter_context(decompressed(raw, file.compression)) if decompress else raw
         yield stream

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from holdfast.corpus.chat import (
+    LEGACY,
     MAX_CONFIG_BYTES,
     MAX_TEMPLATE_BYTES,
     ChatTemplate,
     ConversationError,
     specials_of,
     templates_of,
+    with_legacy_tokens,
 )
 from holdfast.model.files import Files, read_bytes
 from holdfast.rendering.process import TemplateLimitError
@@ -34,15 +36,20 @@ class TurnEnd:
 
 def read_model_template(files: Files) -> ChatTemplate | None:
     """The chat template of a model in the Hugging Face layout, or None. Raises DataError."""
-    raw = read_bytes(files, "tokenizer_config.json", MAX_CONFIG_BYTES)
-    settings = {} if raw is None else parse_json_object(raw, f"{files.where}/tokenizer_config.json", finite=False)
+    settings = _read_object(files, "tokenizer_config.json")
     templates = templates_of(settings)
     if (text := read_bytes(files, "chat_template.jinja", MAX_TEMPLATE_BYTES)) is not None:
         templates["default"] = text.decode(errors="replace")
     if "default" not in templates:
         return None
     named = {"tool_use": templates["tool_use"]} if "tool_use" in templates else {}
-    return ChatTemplate(templates["default"], specials_of(settings), named, f"of {files.where}")
+    specials = specials_of(with_legacy_tokens(settings, lambda: _read_object(files, LEGACY)))
+    return ChatTemplate(templates["default"], specials, named, f"of {files.where}")
+
+
+def _read_object(files: Files, name: str) -> dict[str, Any]:
+    raw = read_bytes(files, name, MAX_CONFIG_BYTES)
+    return {} if raw is None else parse_json_object(raw, f"{files.where}/{name}", finite=False)
 
 
 def find_turn_end(template: ChatTemplate, tokenizer: Tokenizer) -> TurnEnd:

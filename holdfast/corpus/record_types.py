@@ -14,6 +14,7 @@ from holdfast.corpus.files import LFS_ADVICE, LFS_POINTER, NOT_TEXT
 from holdfast.runtime.secrets import redact
 
 EXCERPT = 60  # characters
+DETAIL = 500  # characters of a flaw, which a part of a unit stores
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,10 @@ class Flaw:
     reason: str  # one word, the key of the count
     detail: str  # a sentence about the record
     excerpt: str = ""  # the beginning of its text
+
+    def __post_init__(self) -> None:
+        """Make the detail safe to store and to print: it may quote names and keys of foreign data."""
+        object.__setattr__(self, "detail", printable(self.detail)[:DETAIL])
 
 
 Record = str | Flaw | None  # None: a blank line
@@ -136,6 +141,11 @@ def excerpt(text: str) -> str:
     """The beginning of a text, for people: on one line, and without secrets."""
     redacted = redact(text[: 4 * EXCERPT]).encode(errors="replace").decode()
     return "".join(char if char.isprintable() else " " for char in redacted[:EXCERPT]).strip()
+
+
+def printable(text: str) -> str:
+    """Foreign text on one line, with escapes for controls and for what is not Unicode."""
+    return text if text.isprintable() else repr(text)[1:-1]
 
 
 def undecodable(error: UnicodeDecodeError) -> str:

@@ -21,7 +21,7 @@ from holdfast.corpus.files import (
     opened,
 )
 from holdfast.corpus.json_csv import SKIP_BYTES, Range, skip_line, stream_records
-from holdfast.corpus.record_types import Flaw, Reading, Record
+from holdfast.corpus.record_types import Flaw, Reading, Record, printable
 from holdfast.corpus.tables import arrow_records, parquet_records, rows_before
 from holdfast.spec.errors import DataError
 
@@ -68,7 +68,7 @@ def records(file: SourceFile, reading: Reading, part: Range | None = None) -> It
 def place(file: SourceFile, at: int, before: int = 0) -> str:
     """The location of a record, for people: its file, and its line or row `at` as `records` counts. `before` is the
     number of lines or rows of the file before the part."""
-    name = file.name.encode(errors="backslashreplace").decode()
+    name = printable(file.name)
     if not at:
         return name
     noun = NOUNS.get(file.format)

@@ -360,6 +360,8 @@ def read_index(store: Store, key: str, number: int) -> tuple[NDArray[Any], bool]
     try:
         head = store.get(name, 0, min(info.size, HEAD_BYTES))
         (length,) = struct.unpack_from("<I", head)
+        if len(head) < 4 + length <= info.size:
+            head += store.get(name, len(head), 4 + length - len(head))
         header = parse_json_object(head[4 : 4 + length], name)
         dtype = index_type(header.get("bands", 0))
         end = 4 + length + header["documents"] * dtype.itemsize
