@@ -68,7 +68,7 @@ def read_spec_text(path: Path) -> str:
             raw = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         raise MissingError(f"{path}: no such file; use the path of a spec, such as examples/quickstart.yaml") from None
-    except (IsADirectoryError, PermissionError) as error:
+    except OSError as error:
         raise MissingError(f"{path}: cannot be read ({error.strerror}); use the path of a readable file") from None
     if len(raw) > MAX_BYTES:
         raise SpecError(

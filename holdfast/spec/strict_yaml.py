@@ -84,6 +84,11 @@ class _Loader(yaml.SafeLoader):
             raise _refused("aliases (*name) are not supported; write the value out", event)
         if getattr(event, "tag", None) is not None:
             raise _refused(f"tags ({event.tag}) are not supported; write the plain value", event)
+        if isinstance(event, yaml.ScalarEvent):
+            if "\0" in event.value:  # no path, argument or variable can hold it
+                raise _refused("a NUL character is not supported; leave it out", event)
+            if not event.value.isascii():
+                event.value = _joined(event)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -99,6 +104,14 @@ class _Loader(yaml.SafeLoader):
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Merge keys (<<) are ordinary keys, and therefore unknown fields."""
+
+
+def _joined(event: Any) -> str:
+    """The text of a scalar. JSON writes a character beyond U+FFFF as two escapes, which YAML reads as two halves."""
+    try:
+        return str(event.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le"))
+    except UnicodeDecodeError:
+        raise _refused("half of a pair of surrogates is no character; write the character", event) from None
 
 
 def _number(_: _Loader, node: yaml.ScalarNode) -> int:

@@ -4,6 +4,7 @@ survives a round trip.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
@@ -182,6 +183,10 @@ def test_a_quantity_is_a_number(quantity: str, number: int | Decimal) -> None:
         ("a: [1", "spec:1:6", "expected ',' or ']'"),
         ("a: b: c", "spec:1:5", "mapping values"),
         ("a: \0", "", "not a printable character"),
+        ('a: "x\\0"', "spec:1:4", "a NUL character is not supported"),
+        ('b: 1\n"\\0": x', "spec:2:1", "a NUL character is not supported"),
+        ('a: ["\\ud83d"]', "spec:1:5", "half of a pair of surrogates"),
+        ('a: "\\ude42\\ud83d"', "spec:1:4", "half of a pair of surrogates"),
         ("a: " + "[" * 20_000, "", "nested too deeply"),
         ("a: " + "1" * 5000, "spec:1:4", "too long"),
         ("", "", "not a mapping"),
@@ -196,6 +201,20 @@ def test_text_that_is_no_spec_is_refused_with_its_position(refused, text: str, w
     (problem,) = refused(text)
     assert problem.place == where
     assert says in problem.message
+
+
+def test_json_is_read_as_its_writers_escape_it() -> None:
+    value = {"a": ["🙂 \U0010ffff", "é\u2028"], "🙂": None}
+    assert strict_yaml.read(json.dumps(value)) == value
+    assert strict_yaml.read(strict_yaml.write(value)) == value
+
+
+def test_a_spec_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
+    loop = tmp_path / "loop.yaml"
+    loop.symlink_to(loop)
+    for path in (loop, tmp_path / ("x" * 300), QUICKSTART / "in-a-file"):
+        with pytest.raises(MissingError, match="use the path of a readable file"):
+            load_spec(path)
 
 
 def test_every_problem_has_its_position_in_the_file(tmp_path: Path) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -214,6 +216,11 @@ def out(text: str) -> None:
 
 
 def err(text: str) -> None:
-    """Print an error or a note on standard error, without secrets."""
+    """Print an error or a note on standard error, without secrets. A full disk behind it changes no exit code."""
     text = redact(text)
-    sys.stderr.write((without_controls(text) if sys.stderr.isatty() else text) + "\n")
+    try:
+        sys.stderr.write((without_controls(text) if sys.stderr.isatty() else text) + "\n")
+        sys.stderr.flush()
+    except OSError:
+        with suppress(OSError, ValueError):  # the buffered rest goes there, too
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())

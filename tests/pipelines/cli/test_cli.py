@@ -294,6 +294,14 @@ def test_output_to_a_full_disk_ends_with_no_space(tmp_path: Path) -> None:
     assert "Exception ignored" not in result.stderr
 
 
+def test_messages_to_a_full_disk_change_no_exit_code(tmp_path: Path) -> None:
+    environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", "validate", str(tmp_path / "nothing.yaml")]
+    with Path("/dev/full").open("w") as full:
+        result = subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=full, check=False)
+    assert result.returncode == 15
+
+
 def test_an_unexpected_failure_without_a_place_for_its_traceback_shows_it_once(tmp_path: Path) -> None:
     (tmp_path / "home").write_text("a file where a folder should be")
     result = broken(tmp_path / "home")
