@@ -1,7 +1,5 @@
 """Fixtures for the tests of all parts: a real S3 over HTTP, and the store over a folder and over that S3."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import inspect

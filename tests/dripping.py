@@ -1,7 +1,5 @@
 """An HTTP server that never ends a response and is never silent for long."""
 
-from __future__ import annotations
-
 import contextlib
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Commits of a Git repository in which DVC tracks data. DVC runs in this process: its command imports for seconds."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """An empty MLflow. Creating its database takes four CPU seconds, so one process does it, and tests copy it."""
 
-from __future__ import annotations
-
 import fcntl
 import functools
 import os

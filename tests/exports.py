@@ -1,7 +1,5 @@
 """An exported model in a store, with its record, from the files of a folder."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 A change that all of them share appears once in a review. HOLDFAST_UPDATE_GOLDEN=1 accepts the rendered text.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """One server for the launches of several tests. Its imports are the same for all of them and take seconds."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ A task is an Argo node after a driver node. A step has a retry node around its p
 node ran can stay unchanged next to a later row with the outcome.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

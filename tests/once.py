@@ -1,7 +1,5 @@
 """Resources that all pytest processes share. The first process that needs one creates it."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Ports for servers that cannot choose a free port themselves."""
 
-from __future__ import annotations
-
 import random
 import socket
 import tempfile

@@ -6,8 +6,6 @@ defaults that are paths: Holdfast emits none of those fields, and a default does
 are YAML aliases.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A version of a registered model in MLflow, with its records that `register` leaves in the store."""
 
-from __future__ import annotations
-
 import json
 import time
 

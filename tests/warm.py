@@ -5,8 +5,6 @@ The process is like one of `subprocess.Popen`, with a separate session, environm
 requested environment could change an import, it is a new interpreter.
 """
 
-from __future__ import annotations
-
 import atexit
 import inspect
 import os

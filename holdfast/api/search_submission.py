@@ -1,7 +1,5 @@
 """Submission of a search whose trials run on a cluster. This process controls it until it has ended."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ The step is replayed, and the losses of its tokens are added up by document. A d
 each part in the batch. The mean of the documents' losses, weighted by their tokens, is the loss of the step.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

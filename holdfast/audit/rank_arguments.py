@@ -1,7 +1,5 @@
 """The command line of a rank of a replay."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

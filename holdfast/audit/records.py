@@ -3,8 +3,6 @@
 A stretch includes the attempt that computed it, so steps that another attempt computes anew are a different stretch.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

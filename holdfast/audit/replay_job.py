@@ -4,8 +4,6 @@ It compares the history (loss, gradient norm, learning rate, tokens, samples, re
 its metrics) and the digests of the remaining checkpoints. It reads the run's store and changes nothing there.
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence

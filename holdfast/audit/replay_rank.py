@@ -4,8 +4,6 @@
 there. It claims no attempt and saves no state. It runs the training loop, with a state digest after every step.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

@@ -4,8 +4,6 @@
 of a training rank do. The session of the script is `holdfast.script.replay`.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ A stretch begins at a checkpoint. It ends at the next remaining one, or after `l
 under the run, so no audit repeats another. A difference is an event of the run.
 """
 
-from __future__ import annotations
-
 import itertools
 import random
 import time

@@ -4,8 +4,6 @@ The objective of the replay keeps the losses that it adds up, so they are those 
 losses writes a file. Together, the files have every target of the global batch.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

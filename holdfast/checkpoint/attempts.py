@@ -5,8 +5,6 @@ members, a requeue by Slurm, a restart by Volcano. The claim is a put-if-absent,
 gang that was replaced stops with FencedError and must not come back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

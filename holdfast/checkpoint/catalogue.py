@@ -4,8 +4,6 @@ A writer's index has the tensors of its boxes, a node those of its children, the
 about a name, nothing is committed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass

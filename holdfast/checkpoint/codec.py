@@ -9,8 +9,6 @@ second moment decays by a factor at every step and grows by squares, so the diff
 sign.
 """
 
-from __future__ import annotations
-
 import struct
 from enum import IntEnum
 from functools import cache

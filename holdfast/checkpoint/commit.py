@@ -14,8 +14,6 @@ means that it will never come. Every wait is bounded. The order of the commit:
 What a crash leaves before the root is garbage.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time

@@ -6,8 +6,6 @@ so far that differences save no more than MIN_GAIN, the numbers are stored again
 from these.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field

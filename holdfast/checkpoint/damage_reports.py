@@ -4,8 +4,6 @@ One reader with bad memory or a bad network must never destroy a checkpoint. Two
 another attempt elsewhere.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import socket

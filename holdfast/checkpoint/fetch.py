@@ -5,8 +5,6 @@ needed tiles are read. Memory is bounded by `read_bytes` for each read under way
 read once more. When they fail again, DamageError names the object.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ nothing borrowed. It needs the other run only as long as it keeps that first che
 copied, so that its history is complete.
 """
 
-from __future__ import annotations
-
 import json
 import time
 

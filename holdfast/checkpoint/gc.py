@@ -7,8 +7,6 @@ nothing needed is ever removed. Needed are kept checkpoints, the roots in pins a
 checkpoints. So is everything newer than the newest commit of this attempt, which may be part of a save in flight.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

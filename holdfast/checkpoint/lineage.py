@@ -7,8 +7,6 @@ newest attempt, not that of the highest step, and collection keeps nothing for a
 is complete at every moment.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol

@@ -5,8 +5,6 @@ checkpoint is quarantined under `checkpoints/damaged/`, an error is logged, and 
 agrees, the first reader's node is to blame, and the gang ends to be started again.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from functools import partial

@@ -4,8 +4,6 @@ A pack begins with the digests of tiles, so that a reader of some columns gets t
 pieces follow, and the runs of pieces of several bands. `docs/checkpoint-format.md` has every byte.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

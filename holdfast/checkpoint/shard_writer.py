@@ -8,8 +8,6 @@ A share references only content of its index in the newest committed checkpoint,
 newest commit of its attempt and touches nothing newer. So it never removes what a save in flight references.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -5,8 +5,6 @@ reader of some tiles also needs the digests of all tiles of their piece, which l
 are stored as a *run*, band after band, so that columns of many rows are read together.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Sequence
 from functools import lru_cache

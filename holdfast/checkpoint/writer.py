@@ -6,8 +6,6 @@ store error, the next save tries again, within a stated lag. Only rank 0 knows w
 their own part is durable, and learn of an end as they learn of any other rank's end.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -7,8 +7,6 @@ bundle comes from the command line of the job.
 The format is a line of canonical JSON that lists the files, and then their contents. It has no times and no owners.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -4,8 +4,6 @@
 `load_function` imports the file. Imports of the file start from its folder, as when Python runs a script.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import sys

@@ -4,8 +4,6 @@ A lock is a file `requirements.lock` in the folder of the code, as `pip freeze` 
 is installed when a job starts. A job with other packages ends before its ranks meet, and names each difference.
 """
 
-from __future__ import annotations
-
 import re
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distributions, version

@@ -5,8 +5,6 @@ and each function the digest of the source that it reaches. `publish_code` puts 
 `enter_code` makes the functions callable where they run.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ An archive is read as a stream, member after member, and no member is held that 
 in an archive, such as sizes, decide no allocation.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import tarfile

@@ -3,8 +3,6 @@
 None of it was recorded. A batch is a pure function of (dataset, seed, step), and is computed here again.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Of a conversation or a pair, only the texts of messages are checked and normaliz
 tool calls and tool results are data and stay unchanged.
 """
 
-from __future__ import annotations
-
 import json
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Decompression of a file as a stream, in bounded memory, with a truncated end that is detected."""
 
-from __future__ import annotations
-
 import bz2
 import contextlib
 import gzip

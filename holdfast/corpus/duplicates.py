@@ -6,8 +6,6 @@ large is first divided by the next byte. Scratch space is 24 bytes for each docu
 machine's folder for temporary files (TMPDIR). A corpus of up to CHUNK documents needs none.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

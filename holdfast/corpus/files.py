@@ -4,8 +4,6 @@ Memory is bounded, because everything is read as a stream. A file that changed a
 refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import io

@@ -3,8 +3,6 @@
 It covers no paths: the same files elsewhere are the same dataset. It needs no tokenization.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -5,8 +5,6 @@ out silently: an entry that is not a file is listed by kind, and an unreadable f
 with a leading dot) are listed only if the pattern contains the dot.
 """
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import os

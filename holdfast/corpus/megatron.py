@@ -4,8 +4,6 @@ Tokens are taken as they are. The index is read in parts, and its numbers are co
 before anything is allocated for them.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

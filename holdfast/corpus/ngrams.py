@@ -5,8 +5,6 @@ function of its words and the settings. Two documents whose sets of n-grams have
 with the probability 1 - (1 - s^rows)^bands.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from functools import cached_property

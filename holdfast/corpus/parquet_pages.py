@@ -4,8 +4,6 @@ The footer of a file also has sizes, but readers do not rely on them: the header
 pyarrow reads the values. A header is a struct of Thrift's compact protocol.
 """
 
-from __future__ import annotations
-
 import io
 from contextlib import suppress
 from dataclasses import dataclass

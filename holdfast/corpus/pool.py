@@ -1,7 +1,5 @@
 """Tokenization on every core: a pool of processes that each take pieces, and end with their parent process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import multiprocessing.connection
 import os

@@ -1,7 +1,5 @@
 """Records of sources: what a reader takes from each of them, and the document or the flaw that it gives."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass

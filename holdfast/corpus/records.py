@@ -4,8 +4,6 @@ No line, file or decompression bomb takes more than a few times `max_characters`
 the file, and its line or row. The caller handles bad records.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 

@@ -5,8 +5,6 @@ in chunks, so that a worker reads only its own. Shares are selected by number an
 and all written bytes, do not depend on the number of workers.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

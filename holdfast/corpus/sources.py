@@ -8,8 +8,6 @@ commit once. All files are of that commit, with the digests that the Hub keeps. 
 of the machine that reads it.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import platform
 import re

@@ -5,8 +5,6 @@ model is refused, also if the spec names `model.init_from` directly. Every later
 read here: the train step checks them.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 Sizes are checked before anything is decoded: of parquet in the page headers, of Arrow in the header of each batch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO

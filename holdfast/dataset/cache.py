@@ -5,8 +5,6 @@ full or read-only disk costs speed and never causes a failure, because blocks ar
 they read, because they know the digests.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

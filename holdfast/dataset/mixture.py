@@ -5,8 +5,6 @@ once per epoch. With weights the sequence is divided into blocks. A block holds 
 in an order that is shuffled for each block. Each source has separate epochs, with each of its samples once per epoch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache

@@ -5,8 +5,6 @@ and b are near the square root of n. Cycle walking handles the fewer than a valu
 is not cryptography. The bits are part of every run's identity: any change here needs a new DATA_PLANE_VERSION.
 """
 
-from __future__ import annotations
-
 from math import isqrt
 
 import numpy as np

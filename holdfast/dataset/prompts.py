@@ -4,8 +4,6 @@ A document has the tokens of a prompt and then the bytes of its record. Opening 
 where documents end. The order is a permutation for each epoch, as a pure function of the seed.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Token stream: the tokens of one split of one source as one long sequence over all its shards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 

@@ -1,7 +1,5 @@
 """Facts from a `tokenizer.json` without loading the tokenizer: its size, and the bytes of text per token."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -5,8 +5,6 @@ index) covers the grains [index << level, (index + 1) << level). The tree is the
 the rank that adds each part changes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Parameter groups of the spec, by canonical names: which group a parameter belongs to, and what is frozen."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 

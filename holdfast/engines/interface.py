@@ -4,8 +4,6 @@ An engine owns the model, the optimizer and the layout. The loop owns time: whic
 save. State is exchanged as boxes with canonical names, so any engine can continue where another stopped.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

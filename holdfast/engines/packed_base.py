@@ -5,8 +5,6 @@ begins with the digest of its content. A start reads it in place of the weights,
 bytes. A missing or damaged object is quantized again, to the same bytes.
 """
 
-from __future__ import annotations
-
 import logging
 
 import numpy as np

@@ -4,8 +4,6 @@ The same operations on the same numbers give the same bits, so no model depends 
 because a compiler may see another graph.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal

@@ -3,8 +3,6 @@
 Both fill boxes, as a checkpoint does, so an engine has one way to receive its state at any layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace

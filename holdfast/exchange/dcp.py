@@ -5,8 +5,6 @@ file in memory. Read: metadata and parts as plain records (`pickle_records`, `to
 regular files inside the folder.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -1,7 +1,5 @@
 """Hugging Face layout: the weights of a checkpoint as a folder, and such a folder as a source."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 

@@ -6,8 +6,6 @@ as large as memory allows, so a state of any size passes through one process. Th
 every tensor exactly once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod

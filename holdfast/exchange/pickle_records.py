@@ -6,8 +6,6 @@ bytes, and bounded. A pickle is refused if it nests without end, repeats itself,
 recurses. Callers read only the expected parts.
 """
 
-from __future__ import annotations
-
 import gc
 import struct
 from collections.abc import Callable, Collection

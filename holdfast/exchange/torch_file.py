@@ -5,8 +5,6 @@ inside it, and share no byte. A tensor has no more elements than its record. Pic
 (`pickle_records`).
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ Each weight has a folder `zero/<name>/` with the weight and its moments, fp32. O
 reader is `import_checkpoint.UniversalCheckpoint`.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from pathlib import Path

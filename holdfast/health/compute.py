@@ -4,8 +4,6 @@ Every probe repeats until its seconds are over, at least once after a warm-up. T
 the machine makes a probe slower, never faster. Nothing here uses torch's generators.
 """
 
-from __future__ import annotations
-
 import hashlib
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ that is lost within a collective ends it after the gang's timeout. Rates that lo
 they are reported.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import time

@@ -3,8 +3,6 @@
 Each is bounded in time and raises nothing: a failed measurement becomes a note with the reason.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -4,8 +4,6 @@ Rank 0 writes the report as JSON. The exit code is 0 if no rank failed. Otherwis
 code, and its node is blamed.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from pathlib import Path

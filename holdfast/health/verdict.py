@@ -6,8 +6,6 @@ even number of peers, the better middle one counts, so of two ranks the slower o
 depend on the order of the measurements.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

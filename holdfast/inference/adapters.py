@@ -6,8 +6,6 @@ product depend on its height, which is the number of tokens that chose an expert
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial

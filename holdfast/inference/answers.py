@@ -1,7 +1,5 @@
 """Answers to one HTTP request: their jobs in the batch, and their text as a whole or as a stream of events."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import secrets

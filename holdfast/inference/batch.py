@@ -8,8 +8,6 @@ Shape suffixes: as in `decoder`; B rows of the batch.
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case
-from __future__ import annotations
-
 import logging
 import queue
 import threading

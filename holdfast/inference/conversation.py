@@ -1,7 +1,5 @@
 """A conversation with a model on one machine, or the continuation of texts by a model without a chat template."""
 
-from __future__ import annotations
-
 import queue
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """An HTTP server with OpenAI's API for one model and its adapters. Everything that a client sends is bounded."""
 
-from __future__ import annotations
-
 import asyncio
 import hmac
 import os

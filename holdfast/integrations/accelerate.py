@@ -5,8 +5,6 @@ after the batches of the restored step, which are not read again. The order of a
 epoch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

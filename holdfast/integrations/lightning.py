@@ -9,8 +9,6 @@ validation after the restored step.
 Names of Lightning that are not public: the counters and `on_run_start` of its loops. They are looked up at import.
 """
 
-from __future__ import annotations
-
 import inspect
 import logging
 from collections.abc import Iterator, Mapping

@@ -5,8 +5,6 @@ the position. It seeds each epoch, step and fetch, and stores no state of a gene
 used: its callback events, `training_step`, and `_load_from_checkpoint`, which is private and looked up at import.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Mapping

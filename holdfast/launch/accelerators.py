@@ -3,8 +3,6 @@
 Emitters and the trainer read the same table. The trainer imports torch; this module does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version

@@ -1,7 +1,5 @@
 """Selection of the launcher that HOLDFAST_LAUNCHER names."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The device of this rank and its process group."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import platform

@@ -5,8 +5,6 @@ process of a rank keeps its own record. torchrun restarts ranks when the members
 rank's earlier process must not affect the result.
 """
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

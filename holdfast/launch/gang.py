@@ -1,7 +1,5 @@
 """What the launchers of several nodes share: torchrun's arguments, its environment, and how the gang ended."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Interface of launchers: job, exit of its gang, and protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field

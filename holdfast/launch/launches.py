@@ -4,8 +4,6 @@ A launch is not an attempt. A gang may form again within a launch: by torchrun's
 operator. It then starts the same command again and claims a new attempt.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import re

@@ -1,7 +1,5 @@
 """Local launcher: torchrun on this machine."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

@@ -4,8 +4,6 @@ The choice is created once, and every later launch uses it. A mark is written be
 candidate that ended the processes of a trial is not tried again.
 """
 
-from __future__ import annotations
-
 import logging
 
 from pydantic import BaseModel, ConfigDict, FiniteFloat

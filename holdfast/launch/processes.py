@@ -5,8 +5,6 @@ spawned one: its own environment, title, session, standard streams, signals and 
 server is forked before anything can start a thread, and never touches an accelerator.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import importlib

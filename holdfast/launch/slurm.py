@@ -9,8 +9,6 @@ Slurm gives a job variables that its own commands read as options. Inside a job,
 `sbatch --array` leaves SLURM_ARRAY_TASK_ID, and `sbatch` copies all of them into the job that it makes.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Supervisor of a gang: restarts it after a retryable ending, within a budget."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

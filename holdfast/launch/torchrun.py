@@ -8,8 +8,6 @@ effect. The wrapper takes torchrun's flags and PET_ variables, so a PyTorchJob c
 - HOLDFAST_SPOT names a cloud: when the cloud announces that it reclaims this machine, the ranks save and leave.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

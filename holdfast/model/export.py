@@ -4,8 +4,6 @@ The same tensors give the same bytes as the safetensors library. The result load
 family. Only the currently requested rows are in memory. `hugging_face` reads the layout.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Exported model of a run, read from its store with every byte verified. Needs no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 

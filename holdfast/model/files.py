@@ -1,7 +1,5 @@
 """Files of one folder at any location, read by ranges. Needs no torch."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Protocol
 

@@ -4,8 +4,6 @@ All fetched files are of one commit. A repository is identified by the digests t
 identifying weights fetches none of them. The Hub's address is HF_ENDPOINT, the token HF_TOKEN; the library reads both.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 import re

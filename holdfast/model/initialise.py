@@ -4,8 +4,6 @@ A tensor is a pure function of (seed, canonical name, shape, spec). No rank, lay
 calls changes a bit, and any flat range can be generated without the rest. `hugging_face` loads other weights.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

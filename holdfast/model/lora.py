@@ -4,8 +4,6 @@ The forward arithmetic is that of `peft`, so adapters mean the same there. Merge
 machine. `peft_files` defines the files.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager

@@ -5,8 +5,6 @@ half of a byte, and the largest magnitude of each block in fp32. Everything is a
 between codes, and a table lookup, so the same matrix gives the same bytes on every device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

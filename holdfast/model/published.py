@@ -5,8 +5,6 @@ the other. Files have separate matrices for each expert, under names of the fami
 for the experts of a layer, each transposed, and those of phi3 have fused matrices of queries, keys and values.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

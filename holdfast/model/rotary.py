@@ -4,8 +4,6 @@ The bits are the same on every device. Shape suffixes are those of `decoder`, ex
 frequencies.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -5,8 +5,6 @@ neither the disk space nor twice the memory for it. No value outside a file's bo
 the requested bytes. The format: 8 bytes with the length of the header, the header as JSON, the tensors.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from typing import Any, NamedTuple

@@ -15,8 +15,6 @@ Shape suffixes: as in `decoder`; C tokens of a chunk.
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple

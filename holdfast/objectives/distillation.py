@@ -5,8 +5,6 @@ teacher's likeliest tokens and one bucket for all other tokens. So it is never n
 the teacher's probabilities. With the whole vocabulary it is the full divergence, as in `trl` (GKD with beta 0).
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -3,8 +3,6 @@
 It is the objective of text and of chat. In rows of chat, only the tokens of the assistant count.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 from torch import Tensor

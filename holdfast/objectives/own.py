@@ -5,8 +5,6 @@ the losses, and divides by the number of targets in the global batch. So the res
 divided. The logits exist as a whole, unlike those of the built-in objectives.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar

@@ -6,8 +6,6 @@ clipped ratio * advantage, plus the weighted divergence from a reference model (
 of the global batch, so no mean depends on ranks or micro-batches.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """The table of objectives: which data are trained with which objective."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from holdfast.objectives.distillation import TopKDistillation

@@ -6,8 +6,6 @@ It is at least 0, estimated over the whole global batch, and has no gradient. Fo
 the next prompt of the same row (`mismatched`). So neither micro-batches nor ranks change it.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """Accelerator metrics of the ranks: curves over the steps, and a table of the latest values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby

@@ -3,8 +3,6 @@
 Thousands of steps draw fast, and thinning keeps every spike. Hovering over a chart shows its values.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ One HTML page that loads and runs nothing; the same run gives the same page. The
 data up to now and their time. It makes the browser reload the file, which the caller rewrites.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Mapping, Sequence

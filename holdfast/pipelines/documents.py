@@ -1,7 +1,5 @@
 """YAML documents for people and kubectl: multi-line texts as blocks, and atomic writes."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ No tensor is copied. The same fork is the same run, and it can resume where the 
 the bytes.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -7,8 +7,6 @@ spec, and on the command line of every rank. Until then it is kept on this machi
 where its bundle was made: write access to a store must not decide what runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -9,8 +9,6 @@ A backend starts, awaits and ends steps; the runner decides everything else:
 - In a sweep, a failed trial ends only itself. The comparison starts when every trial has ended.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

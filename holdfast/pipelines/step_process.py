@@ -3,8 +3,6 @@
 Its output is printed line by line behind a label, without secrets. Lines of different steps never mix.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 import subprocess

@@ -9,8 +9,6 @@ On one machine, `SearchRunner` adds the nodes of the next trial when the former 
 store before its training starts, and its score before the next decision.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping

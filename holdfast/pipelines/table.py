@@ -4,8 +4,6 @@
 retries. Every backend renders this table, and none defines another DAG.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 

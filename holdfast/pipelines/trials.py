@@ -4,8 +4,6 @@ The DAG is preprocess, then train and evaluate for each trial, then compare, and
 blessed. Every backend renders it from here.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator, Sequence

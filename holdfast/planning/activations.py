@@ -5,8 +5,6 @@ they are for a Llama-like decoder (grouped queries, SwiGLU, attention that never
 describe the GPT of that paper. Tensor parallelism includes sequence parallelism and divides all activations of a layer.
 """
 
-from __future__ import annotations
-
 from math import ceil
 
 from holdfast.planning.adapters import adapted_activations, adapter_activations, adapter_results

@@ -1,7 +1,5 @@
 """Elements of adapters (LoRA), and of what they keep for each token."""
 
-from __future__ import annotations
-
 from holdfast.planning.layout import Layout
 from holdfast.planning.shape import Architecture
 from holdfast.spec.training import Lora

@@ -1,8 +1,6 @@
 """Memory of a rank while it generates answers (`data.kind: prompts`), in bytes. `tests/planning` and
 `tests/rollouts/test_whole_model.py` compare it with torch's counts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Self
 

@@ -4,8 +4,6 @@ The same spec and version give the same layout. Without a result, a SpecError na
 `components.train.auto_layout` makes a run keep its first layout.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

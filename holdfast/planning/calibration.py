@@ -4,8 +4,6 @@ A file of another format, or an incomplete one, is refused and never partly used
 it has the ranks. The measurements cover one machine and no communication between nodes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ An accelerator that is not in the table is refused, never guessed. A YAML file w
 one, or measured figures of this one. All rates are dense (no structured sparsity), per accelerator, in one direction.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal

@@ -3,8 +3,6 @@
 The unit is bytes; `tests/planning` compares the totals with torch's counts on the meta device and in real steps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple

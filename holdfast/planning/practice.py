@@ -1,7 +1,5 @@
 """How a run computes, as far as it affects the memory of a rank."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 

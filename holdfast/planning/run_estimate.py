@@ -1,7 +1,5 @@
 """Estimates for a whole run: duration, cost, energy, save interval and goodput."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

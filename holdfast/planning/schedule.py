@@ -4,8 +4,6 @@ GPipe (Huang 2019), 1F1B (PipeDream-Flush, Narayanan 2021), interleaved 1F1B (Me
 schedule ZB-H1 (Qi 2024), which computes weight gradients where other schedules wait.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict

@@ -4,8 +4,6 @@ It tries every combination of degrees that the model, the batch and the nodes al
 exceed, then the speed. The order is always the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cached_property

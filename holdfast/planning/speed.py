@@ -5,8 +5,6 @@ large products reach. The other is its bytes at the memory's bandwidth. Element-
 Gradients and weights travel during computation; tensor, expert and pipeline traffic does not.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

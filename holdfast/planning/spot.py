@@ -5,8 +5,6 @@ cheaper. The result is the cheapest mix whose expected time is within a limit. T
 rates. A replacement node is assumed to exist when the gang restarts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -11,8 +11,6 @@ the same one. `rewind` restores the checkpoint at the newest multiple of `rewind
 this, and skips the batches in between.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass

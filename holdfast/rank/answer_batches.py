@@ -5,8 +5,6 @@ The first such lot of an attempt is also generated again: other tokens mean that
 every rank gets all records, and computes the rows that it learns from.
 """
 
-from __future__ import annotations
-
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext

@@ -7,8 +7,6 @@ changes no bit of the state.
 `auto` saves at the interval with the lowest expected loss (`planning.failures`).
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """Reports of a rank to the watchdog of its node: heartbeat, stacks on demand, waits for other ranks."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 from contextlib import suppress

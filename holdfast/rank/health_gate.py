@@ -1,7 +1,5 @@
 """Health check of a gang's ranks before they train, if the launch requests one."""
 
-from __future__ import annotations
-
 import logging
 
 import torch

@@ -4,8 +4,6 @@ The state at step k is a pure function of (spec, dataset, seed, k). The loop tak
 times. It can stop after any step and resume from any saved one with the same bits.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable
 

@@ -7,8 +7,6 @@ The digest of a step's samples covers the tokens handed to the engines, not the 
 history can compare the two. It depends neither on the order of the samples nor on their division among ranks.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

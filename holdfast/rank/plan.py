@@ -1,7 +1,5 @@
 """Plan of this gang: the environment of each rank, and a check that all ranks compute alike."""
 
-from __future__ import annotations
-
 import logging
 import os
 import platform

@@ -1,7 +1,5 @@
 """Preemption by SIGTERM: all ranks stop after the same step, whichever rank received the signal."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager

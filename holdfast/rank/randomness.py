@@ -1,7 +1,5 @@
 """Determinism and randomness: the settings of `training.determinism`, and the keys of a step's random numbers."""
 
-from __future__ import annotations
-
 import os
 
 import torch

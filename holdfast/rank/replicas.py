@@ -3,8 +3,6 @@
 The state digests are compared before any commit of the step, so a wrong weight never reaches a checkpoint.
 """
 
-from __future__ import annotations
-
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence

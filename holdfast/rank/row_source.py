@@ -1,7 +1,5 @@
 """Source of a rank's rows: batches of a dataset that are read ahead, or answers that the model generates."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial

@@ -1,7 +1,5 @@
 """Learning rate as a pure function of the step."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Session of a rank: what the training loop works with, from the formed gang to the last step."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Setup of one rank before its gang claims the run: device, gang, plan, engine, and rows of each batch."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

@@ -4,8 +4,6 @@ The tree of the sums does not depend on the rank that computes a micro-batch. So
 state, and each launch measures them again.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -1,7 +1,5 @@
 """State loading: the first state of a run, its newest checkpoint, or that of an earlier step, into an engine."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

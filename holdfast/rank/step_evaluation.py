@@ -6,8 +6,6 @@ the run stops. Its counts are part of the state. A run that resumes at a step th
 decides the same.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import random

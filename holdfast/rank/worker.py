@@ -4,8 +4,6 @@ torchrun starts one on every accelerator. The launch's record in the store holds
 gang claims an attempt. A gang that forms again under the same launch claims another one.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -3,8 +3,6 @@
 Honest templates stay far below them: a template adds some kilobytes to a conversation.
 """
 
-from __future__ import annotations
-
 import contextlib
 import resource
 import signal

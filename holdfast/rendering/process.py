@@ -4,8 +4,6 @@ A template never costs the caller more than the limits of `limits`. A template t
 (code 11) that names it. The next request replaces a child that ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

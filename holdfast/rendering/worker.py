@@ -3,8 +3,6 @@
 It ends with its input, and so with its parent. A request is REQUEST and its payload; a reply is REPLY and its payload.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import signal

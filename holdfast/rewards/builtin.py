@@ -3,8 +3,6 @@
 A check returns 1.0 or 0.0. A record without the key that the check reads raises ValueError, which is recorded.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import re

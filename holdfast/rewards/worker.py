@@ -5,8 +5,6 @@ The first line has the rewards, the environment, and the folder of user code. Th
 network where the system lets it, and runs in an empty folder. What user code prints is lost.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import math

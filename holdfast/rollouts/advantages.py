@@ -4,8 +4,6 @@ Advantages are computed in fp64 on the CPU from the rewards of whole groups, so 
 whose answers all have the same reward has the advantage 0, and still counts in the divisors.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -4,8 +4,6 @@ Shape suffixes: as in `decoder`; P prompts of a lot, A answers to each, R query 
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

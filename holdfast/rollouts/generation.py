@@ -10,8 +10,6 @@ Shape suffixes: as in `decoder`; P prompts of the lot, B = P x answers rows.
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property

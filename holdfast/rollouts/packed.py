@@ -8,8 +8,6 @@ Shape suffixes: as in `decoder`; B rows, H + G heads of queries and keys.
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import cast
 

@@ -3,8 +3,6 @@
 Each answer is computed alone, so no other answer and no number of ranks changes a bit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -6,8 +6,6 @@ answers are recorded before a gradient reads them, so a run is exact given its r
 each time.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -5,8 +5,6 @@ overdue request, wherever that request reads or writes. Its thread then sees a c
 time, at a minimum rate.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -5,8 +5,6 @@
 a pod keeps locally disappears with it.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import pwd

@@ -6,8 +6,6 @@ second whether the launcher is gone, and then the container ends (docs/retries.m
 the first tenths of a second. The exit handler does the cleanup.
 """
 
-from __future__ import annotations
-
 import errno
 import queue
 import re

@@ -6,8 +6,6 @@ collective. Each slot is whole (8 aligned bytes). Slots may be of different mome
 Phases are numbers here: `telemetry/phases` names them and marks the page, `launch/node/watchdog` reads it.
 """
 
-from __future__ import annotations
-
 import mmap
 import os
 import threading

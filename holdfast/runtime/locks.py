@@ -3,8 +3,6 @@
 A member of a group can lock a file that another member has made. A file system without locks gets a named error.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

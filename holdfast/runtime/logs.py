@@ -1,7 +1,5 @@
 """Logging of every Holdfast process: plain lines for people, JSON lines on a cluster."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """The machine that this process is on: its scheduler's name for it, and its addresses."""
 
-from __future__ import annotations
-
 import ipaddress
 import logging
 import os

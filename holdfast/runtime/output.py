@@ -8,8 +8,6 @@
 `logs` formats log records.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

@@ -5,8 +5,6 @@ is that of COMMAND. Keys of the launch, and what belongs to the process alone, a
 person waits for it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -4,8 +4,6 @@ The loop ends with the result or with the last failure itself. The caller decide
 wait, and what the last failure means.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import random

@@ -5,8 +5,6 @@ record, log or command line. Ranks get keys that are derived from it, each for o
 for another purpose, or longer than its reader allows is refused before it is parsed.
 """
 
-from __future__ import annotations
-
 import hmac
 import secrets
 

@@ -6,8 +6,6 @@ last holder, independent of clocks, process ids and containers. Without file loc
 folder.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Answers of an exported model to held-out prompts: pass@1, pass@k and the mean reward."""
 
-from __future__ import annotations
-
 from holdfast.corpus.encode import load_tokenizer
 from holdfast.dataset import Dataset
 from holdfast.rewards.process import RewardProcess

@@ -4,8 +4,6 @@ A machine may have an accelerator that is not for this step. Another run may tra
 show every device to every pod. So no accelerator is used without a request.
 """
 
-from __future__ import annotations
-
 import importlib
 import logging
 

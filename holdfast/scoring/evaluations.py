@@ -1,7 +1,5 @@
 """Scores of the evaluations while training: one record per evaluated step, and the decisions that follow from them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from pydantic import BaseModel, ConfigDict

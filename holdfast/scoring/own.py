@@ -3,8 +3,6 @@
 The champion is scored by the same code as the candidate. A command sees exactly the verified files of an export.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import re

@@ -4,8 +4,6 @@ Names in a group are those of the YAML files in its folder and below, as lm-eval
 YAML is read. What would download data or run code is refused.
 """
 
-from __future__ import annotations
-
 import posixpath
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@ All files are in one folder, or below it. A digest identifies their content. Not
 file runs. `task_configs` reads the YAML; this module reads the data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec

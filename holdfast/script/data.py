@@ -1,7 +1,5 @@
 """Rows of a prepared dataset for a training script: the batch of a step, without a position that is saved."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

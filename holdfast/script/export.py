@@ -4,8 +4,6 @@ A module becomes one safetensors file with whole tensors by name. The same state
 writes them. Pickled files are refused, because loading one runs its code.
 """
 
-from __future__ import annotations
-
 import json
 import zipfile
 from collections.abc import Callable, Iterator

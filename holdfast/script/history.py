@@ -1,7 +1,5 @@
 """History of a script: one row per step with the metrics that the script gave."""
 
-from __future__ import annotations
-
 import logging
 import math
 import time

@@ -4,8 +4,6 @@ The digest of an input is in the run id and on the command line of the ranks. A 
 digest. Local files stay where they are; those of a bucket or of the Hub are fetched once per node.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -3,8 +3,6 @@
 The class here is the session of a script outside a managed launch. `session` has that of a managed one.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

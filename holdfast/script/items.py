@@ -6,8 +6,6 @@ carried as what `state_dict` returns: plain values as JSON in a tensor of bytes,
 carried raises StateError with its path.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, runtime_checkable

@@ -1,7 +1,5 @@
 """Execution plan of a training script: what its bits depend on besides its code."""
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -5,8 +5,6 @@ runs. The script runs as `__main__` in the folder of the bundle's files. Its ses
 `holdfast.script.session`.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -3,8 +3,6 @@
 The script runs unchanged. It restores the checkpoint before the steps, and ends after the last of them.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

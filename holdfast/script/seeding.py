@@ -5,8 +5,6 @@ from (seed, step, rank). What a data set draws while it reads samples depends on
 of loader workers nor the time of a fetch matters.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """All state of a script as boxes of a checkpoint, and back: its objects (`items`), global and per rank."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

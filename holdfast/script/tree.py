@@ -5,8 +5,6 @@ weight, and nothing is pickled. Other values are refused with their path. The or
 the code that reads it may depend on it.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter, OrderedDict, defaultdict

@@ -1,7 +1,5 @@
 """Optimizer steps of a script that `session.step` does not report: a warning, and the end of a verification."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 

@@ -4,8 +4,6 @@ An entry is created once and never changes. Of two controllers that write the sa
 the entry of the winner and continues after it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Literal

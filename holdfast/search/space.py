@@ -1,7 +1,5 @@
 """Search space: fields of a spec, each with a range or a list of values."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

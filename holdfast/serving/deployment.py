@@ -4,8 +4,6 @@ An init container downloads the export from the bucket and checks each byte by i
 weights than the registered ones. The digest is in the pod's template: a new champion is rolled out.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from holdfast.launch.kubernetes.client import Api, Resource

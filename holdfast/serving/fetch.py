@@ -4,8 +4,6 @@ Each file is written block by block, and each block is checked before the file h
 intact are not downloaded again.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

@@ -3,8 +3,6 @@
 Writes use server-side apply under the field manager `holdfast`. Fields that an autoscaler or a person sets stay.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from holdfast.launch.kubernetes.client import Api, Resource

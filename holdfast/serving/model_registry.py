@@ -4,8 +4,6 @@ A version has one entry, with concurrent writers and interruptions at any point.
 first, names are unique on the server, and existing objects are patched. Uses the REST API v1alpha3.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Mapping

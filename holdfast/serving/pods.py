@@ -1,7 +1,5 @@
 """What all objects that serve a champion share: metadata, resources, placement, and the container of vLLM."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from holdfast.launch.accelerators import ACCELERATORS, taint_of

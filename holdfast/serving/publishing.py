@@ -1,7 +1,5 @@
 """Publication of a registered version: the champion's service and the registry entry."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -3,8 +3,6 @@
 It comes from one YAML file. An invalid description is refused with the field, the value and the remedy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

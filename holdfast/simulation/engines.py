@@ -4,8 +4,6 @@ A policy that an engine cannot express is refused by name with the reason. Every
 reported. The functions are pure: nothing is sent. docs/simulator.md names the engines' sources.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ distribution, simulates each on the same synthetic traces, and fits the distribu
 the result.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 

@@ -4,8 +4,6 @@ A placement is all or nothing. It takes time proportional to the racks plus the 
 gives the same placement. Policies decide which task starts.
 """
 
-from __future__ import annotations
-
 from holdfast.simulation.cluster import ClusterModel, NodeGroup
 
 Placement = list[tuple[int, int]]  # (node, accelerators on it)

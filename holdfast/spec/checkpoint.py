@@ -1,7 +1,5 @@
 """The `checkpoint` section: when the state is saved, and which checkpoints are kept."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -3,8 +3,6 @@
 The emitters in `holdfast.launch` turn it into a PyTorchJob, a TrainJob, a Volcano Job or a Slurm script.
 """
 
-from __future__ import annotations
-
 import warnings
 from decimal import Decimal
 from typing import Annotated, Literal

@@ -9,8 +9,6 @@
 Promises that `expand` returns only numbers, lists and `*`, and that the schedule fires.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

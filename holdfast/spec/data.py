@@ -1,7 +1,5 @@
 """The `data` section: where text comes from, how it is cleaned, tokenized and split."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator

@@ -14,8 +14,6 @@ ordinary text stays the same. `unescape` returns exactly the original text. Both
 the strings inside a dictionary (`escape_tree`), which KFP passes as a STRUCT.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable, Mapping, MutableMapping

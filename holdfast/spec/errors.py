@@ -5,8 +5,6 @@ restart policy reads the same numbers. 1-127 is permanent: repeating changes not
 same command may succeed. A shell reports `128 + n` for a process that signal n ended.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The model families: the switches of a decoder that each one fixes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

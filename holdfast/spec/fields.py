@@ -3,8 +3,6 @@
 Promises that error messages and the reference agree, because both use this module.
 """
 
-from __future__ import annotations
-
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

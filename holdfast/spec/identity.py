@@ -6,8 +6,6 @@ records its plan and may change it. Neither contains where things are stored, ho
 model is evaluated.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from typing import Any

@@ -5,8 +5,6 @@ not JSON or is nested too deeply. Numbers that are not finite, and other fields 
 too. Nothing else in Holdfast calls `json.loads` on text from outside (`tests/habits/test_json.py`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable
 from functools import lru_cache

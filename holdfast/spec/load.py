@@ -4,8 +4,6 @@ Promises that one error reports all problems of a spec, each with the field, the
 of single fields to the models, and of combinations to the rules.
 """
 
-from __future__ import annotations
-
 import copy
 import difflib
 import re

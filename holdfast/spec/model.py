@@ -1,7 +1,5 @@
 """The `model` section: the shape of a decoder of a widely used family."""
 
-from __future__ import annotations
-
 import math
 from typing import Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """The `evaluation`, `registration` and `schedule` sections: what happens before and after training."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints

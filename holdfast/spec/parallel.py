@@ -1,7 +1,5 @@
 """The `parallel` section: the layout of a run."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import model_validator

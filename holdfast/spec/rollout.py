@@ -1,7 +1,5 @@
 """The `training.grpo` section: answers that the model generates, their rewards, and how it learns from them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal
 

@@ -3,8 +3,6 @@
 Promises that both agree with the models, because both are generated from them.
 """
 
-from __future__ import annotations
-
 import json
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """The `train` section: a training script of the user, in place of Holdfast's loop."""
 
-from __future__ import annotations
-
 import json
 from typing import Literal
 

@@ -5,8 +5,6 @@
 - Every refusal is one exception with a place.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Hashable
 from typing import Any

@@ -1,7 +1,5 @@
 """The `training` section, what a run computes, and the `train` section, a script of the user in its place."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Literal, get_args
 

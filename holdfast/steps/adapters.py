@@ -5,8 +5,6 @@ inputs. The outcome is recorded (see `holdfast.steps.runner`), and the process e
 table. The exit handler's body gets the spec's text instead, which may be a refused one.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

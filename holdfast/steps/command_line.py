@@ -1,7 +1,5 @@
 """Command line arguments of every step, and output of its result."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

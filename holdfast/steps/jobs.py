@@ -4,8 +4,6 @@ An unreachable store or a broken spec fails no step here; the log names what cou
 `holdfast.steps.outcomes` defines an outcome.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ The runner of a DAG on one machine names a folder in HOLDFAST_OUTCOMES. Each ste
 start if the folder has a `stop` file. A container on a cluster has no such folder: it passes its outcome to a recorder.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass

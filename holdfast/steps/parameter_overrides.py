@@ -3,8 +3,6 @@
 An unchanged compiled parameter changes nothing, even if the spec next to it was replaced.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from functools import reduce

@@ -4,8 +4,6 @@ First, mounted settings and secrets become environment variables. `holdfast.step
 results.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

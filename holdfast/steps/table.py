@@ -3,8 +3,6 @@
 The order of the steps, their conditions and their retries are in `holdfast.pipelines.table`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any

@@ -7,8 +7,6 @@ Credentials come the usual way of each cloud: GOOGLE_APPLICATION_CREDENTIALS or 
 AZURE_STORAGE_ACCOUNT_NAME with a key, a SAS token, a workload identity or a managed identity.
 """
 
-from __future__ import annotations
-
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial

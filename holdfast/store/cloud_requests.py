@@ -1,8 +1,6 @@
 """Requests to Google Cloud Storage and Azure Blob Storage: clients of obstore with time for the size of a body,
 repeated requests, and errors with a remedy. No credential reaches a message."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

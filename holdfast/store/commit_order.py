@@ -5,8 +5,6 @@ This is the rule alone, over the parts of the roots that its callers read. Loadi
 checkpoint that a run continues from. The history is below the checkpoints in the layers, so the rule is in the store.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 
 

@@ -1,7 +1,5 @@
 """Files whose bytes survive a crash: written whole, made durable together with their folder, and read to the end."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import logging

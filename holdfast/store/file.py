@@ -8,8 +8,6 @@ No operation follows a symbolic link below the root: objects outside the root wo
 root itself may be a link.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -5,8 +5,6 @@ retryable failures, and its errors name the key and the attempt. The errors, all
 MissingError (no such object), StoreUnreachableError (deadline passed), AccessDeniedError and NoSpaceError.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ An object that is too large or not valid JSON is a DataError that names it, and 
 `holdfast.spec.json_parsing` does the parsing.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import stat

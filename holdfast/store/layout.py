@@ -50,8 +50,6 @@ jobs/<job>/<step>.json                        the outcome of a step of one execu
 logs/<job>/<step>/<stream>/000002.log         the output of one process of a step; stream.json describes it
 """
 
-from __future__ import annotations
-
 from urllib.parse import quote
 
 LONGEST_NAME = 64  # characters of a name in its mark: folder names have a limit

@@ -11,8 +11,6 @@ last piece grows by being put again; a full one is closed.
 `rank_logs` and `step_logs` decide which processes have a stream.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

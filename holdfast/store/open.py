@@ -1,7 +1,5 @@
 """Opening the store of a URL. The URL never contains credentials, endpoint or region."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import unquote, urlsplit

@@ -4,8 +4,6 @@ Items are drawn as threads become free, so that a generator that creates them bo
 nothing more is begun.
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

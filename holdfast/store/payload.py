@@ -3,8 +3,6 @@
 A bad key is refused before any operation. Buffers are sliced, never joined.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Iterator
 

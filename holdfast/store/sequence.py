@@ -1,8 +1,6 @@
 """Numbered records in a folder of the store, from `000001.json`: each number is taken once, even by concurrent
 writers."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ put_stream, upload) are delayed before they are sent, a MiB at a time, so no req
 bytes are sent at the speed of the network. Commits (put_if_absent, compare_and_swap) and reads never wait.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator

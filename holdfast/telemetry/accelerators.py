@@ -3,8 +3,6 @@
 An unreported figure is None, never 0. The energy meter of train reads them, events carry them, views show them.
 """
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict
 
 # Why a clock is below its maximum, by NVIDIA's numbers (nvml.h, nvmlClocksEventReasons), where that is a fault of the

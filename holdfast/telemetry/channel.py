@@ -5,8 +5,6 @@ or a FIFO with a reader). If a recording is open (`event_log`), it also goes to 
 one JSON line below 4 KiB. Readers skip unknown kinds and invalid lines. Logs are for people; no program reads them.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -4,8 +4,6 @@ Nothing is guessed. Hours are the ledger's, energy comes from the accelerators' 
 is no part of a cost. Unknown values come with the reason.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 

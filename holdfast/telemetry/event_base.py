@@ -3,8 +3,6 @@
 No text of an event holds a secret, or is too long for its line.
 """
 
-from __future__ import annotations
-
 import json
 from abc import abstractmethod
 from typing import Annotated, ClassVar

@@ -8,8 +8,6 @@ QUIET_SECONDS after its last change, by the store's clock. A writer that emits l
 nothing is lost.
 """
 
-from __future__ import annotations
-
 import hashlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence

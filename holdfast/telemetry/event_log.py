@@ -6,8 +6,6 @@ nothing until MAX_WAITING bytes wait; the number of lost events is then reported
 order of time and, of one process, in the order in which they were emitted.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

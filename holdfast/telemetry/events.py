@@ -3,8 +3,6 @@
 `channel` carries the events.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

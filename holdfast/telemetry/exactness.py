@@ -1,7 +1,5 @@
 """Record of a verification: whether the training script of a run resumed with the bits of an undisturbed run."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict
 
 from holdfast.spec.errors import NotExactError

@@ -7,8 +7,6 @@ arithmetic went into them, regardless of other segments. Wall-clock fields (`tim
 `mfu`, `phase_seconds.*`, `system.*`) are those of that attempt.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import re

@@ -5,8 +5,6 @@ of it is in exactly one class, whichever events are missing. Time that a killed 
 rest of its attempt.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 `log_stream` writes a stream and states the guarantees; `rank_lines` reads it.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@
 - `labels.json`: its tags and its note. People write them; they are no part of its identity.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import time

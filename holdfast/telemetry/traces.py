@@ -4,8 +4,6 @@ The standard variables configure it; OTEL_EXPORTER_OTLP_ENDPOINT enables it. An 
 training: a thread sends, and spans that it cannot send in time are dropped, with a log message.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,6 @@ status server, its certificate authority, and a token that is renewed. Rank 0 po
 every 5 seconds, from a separate thread. A server that does not answer never delays the training.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math

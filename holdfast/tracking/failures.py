@@ -4,8 +4,6 @@ MLflow's clients raise what their plug-ins raise: botocore, google-cloud, azure,
 installed here, so their exceptions are recognized by class name.
 """
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Iterator
 from types import TracebackType

@@ -1,7 +1,5 @@
 """The copy of a run's history at a tracker other than MLflow: committed rows, each once, from any process."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@ A tracker reads the history from the store, so no step waits for one, and any pr
 opens the trackers that a spec lists.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Protocol
 

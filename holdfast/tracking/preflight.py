@@ -4,8 +4,6 @@ It answers within seconds, without importing MLflow. An unreachable MLflow is no
 needed.
 """
 
-from __future__ import annotations
-
 import base64
 import os
 import sqlite3

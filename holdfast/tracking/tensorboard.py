@@ -4,8 +4,6 @@ A run has one file, which appears only whole and is the same for the same run; w
 `holdfast.telemetry` measures. TensorBoard's own library defines the format of the file.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The Python API on one small run: it returns what the command shows."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

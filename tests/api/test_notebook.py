@@ -1,7 +1,5 @@
 """The example notebook: its cells are run one after another, as a reader does, with a small spec."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

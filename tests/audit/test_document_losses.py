@@ -1,7 +1,5 @@
 """The losses of the documents of a past step: they are those of the step, and name the document that made a spike."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """Sampled replays of stretches of runs: each stretch runs once, differences are reported."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

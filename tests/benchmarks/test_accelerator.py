@@ -1,7 +1,5 @@
 """The benchmark of one accelerator, with tiny shapes on the CPU."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

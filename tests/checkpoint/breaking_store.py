@@ -1,7 +1,5 @@
 """A real store whose process dies, or whose operation fails, at a chosen operation."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

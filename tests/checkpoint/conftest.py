@@ -1,7 +1,5 @@
 """A store in a folder, for tests that do not depend on the kind of store."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

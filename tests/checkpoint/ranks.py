@@ -1,7 +1,5 @@
 """Real ranks for tests: a function that runs in several processes, which can form a gloo group."""
 
-from __future__ import annotations
-
 import multiprocessing
 import sys
 import traceback

@@ -1,7 +1,5 @@
 """Small states, and functions that save and load them."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from dataclasses import fields
 from itertools import count

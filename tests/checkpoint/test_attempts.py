@@ -1,7 +1,5 @@
 """Only the newest attempt commits. A replaced attempt notices it and does no harm."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Boxes: their overlaps, and how a box is cut."""
 
-from __future__ import annotations
-
 from math import prod
 
 import numpy as np

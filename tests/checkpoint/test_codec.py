@@ -1,7 +1,5 @@
 """The codec restores every bit and refuses data that it did not encode."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

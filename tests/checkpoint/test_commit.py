@@ -1,7 +1,5 @@
 """The index tree and the agreement through the store: a checkpoint exists only with all of its parts intact."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Compressed saves: fewer bytes in the store, the same bits after loading, and every checkpoint readable on its own."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from typing import Any

@@ -1,7 +1,5 @@
 """Coverage: a save commits only if its parts make up every tensor exactly once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Damage of any kind at any place is detected and reported. A run survives it while one checkpoint is intact."""
 
-from __future__ import annotations
-
 import json
 import logging
 from pathlib import Path

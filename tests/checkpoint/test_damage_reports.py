@@ -1,7 +1,5 @@
 """One bad reader destroys no checkpoint: setting one aside takes two readers that agree."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable, Iterable
 from pathlib import Path

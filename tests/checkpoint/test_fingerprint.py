@@ -1,7 +1,5 @@
 """The state digest is the same for every cut of the same bits, and different for different bits."""
 
-from __future__ import annotations
-
 from itertools import pairwise, product
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A forked run saves all bytes itself, including tensors that never change."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from holdfast.checkpoint import Attempt, Checkpointer, Retention, open_checkpoint

@@ -1,7 +1,5 @@
 """The errors of failed collectives, and the messages between ranks: JSON of a known type and nothing else."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Collection removes exactly what nothing needs, also during crashes, reads and other collections."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import cast
 

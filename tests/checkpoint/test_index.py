@@ -1,7 +1,5 @@
 """Binary indexes: intact or refused with a reason, and fetched only where they may hold relevant pieces."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The lease of a collector: one holder at a time, measured with the contender's clock only."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

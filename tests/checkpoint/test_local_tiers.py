@@ -1,7 +1,5 @@
 """Local tiers: what they keep, which copies count, and what happens to a gang with damaged or useless copies."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Copies on a peer node: two nodes with separate memory, of which one is lost, and the authentication of peers."""
 
-from __future__ import annotations
-
 import hmac
 import json
 import os

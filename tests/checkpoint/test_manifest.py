@@ -1,7 +1,5 @@
 """The manifest: intact, or refused with a reason."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The order of writes, checked before each operation: a crash at any operation leaves only loadable checkpoints."""
 
-from __future__ import annotations
-
 import shutil
 from contextlib import suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """A pin protects a root: pinned or borrowed checkpoints stay whole while a newer attempt commits and collects."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which checkpoints retention keeps: by count, by age, as milestones, and because of pins."""
 
-from __future__ import annotations
-
 import os
 import time
 

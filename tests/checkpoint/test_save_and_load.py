@@ -1,7 +1,5 @@
 """A checkpoint restores what was saved, at any layout, and a save writes only what changed."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import nullcontext
 from pathlib import Path

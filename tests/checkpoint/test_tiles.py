@@ -1,7 +1,5 @@
 """Pieces cut into bands of columns: any boxes load from any boxes, with little read overhead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise, product
 from math import prod

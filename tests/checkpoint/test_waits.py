@@ -1,7 +1,5 @@
 """No wait for a copy lasts forever. A state that does not fit the agent's protocol is refused before training."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from pathlib import Path

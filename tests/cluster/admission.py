@@ -5,8 +5,6 @@ plugin/pkg/admission/serviceaccount, staging/src/k8s.io/pod-security-admission,
 staging/src/k8s.io/apiserver/pkg/admission/plugin/resourcequota.
 """
 
-from __future__ import annotations
-
 from decimal import Decimal
 
 from kubernetes.utils.quantity import parse_quantity

@@ -4,8 +4,6 @@ It implements versions, watches with bookmarks and 410, conflicts, preconditions
 references. It also implements followed logs, tokens, RBAC, and faults.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading

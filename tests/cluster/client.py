@@ -1,8 +1,6 @@
 """Requests to a real API server with plain dictionaries, for tests and drills: any kind, subresource, patch and
 watch."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterator

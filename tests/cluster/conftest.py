@@ -1,7 +1,5 @@
 """Clusters for tests: over the API server in this process, and over a real one where its binaries are installed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

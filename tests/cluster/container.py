@@ -1,7 +1,5 @@
 """What runs in a pod: a real process on 127.0.0.1 with its environment, its output and its memory limit."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

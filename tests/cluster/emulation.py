@@ -1,8 +1,6 @@
 """The emulated cluster: API server, operator and nodes, and the launcher's access to it. The API server runs in this
 process, or is a real one under the same operator and nodes."""
 
-from __future__ import annotations
-
 import json
 import threading
 from pathlib import Path

@@ -8,8 +8,6 @@ forever. Written after kubeflow/pipelines 2.17.0: backend/src/v2/component/launc
 4.1: cmd/argoexec/commands/emissary.go.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

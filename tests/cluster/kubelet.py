@@ -1,7 +1,5 @@
 """Nodes: they accept pods, run them as real processes, and report their status. A node can be lost with its pods."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import threading

@@ -1,7 +1,5 @@
 """Container logs over HTTP as a node serves them: followed, from a given time, or only the last lines."""
 
-from __future__ import annotations
-
 import ipaddress
 import ssl
 import threading

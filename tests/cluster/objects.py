@@ -1,8 +1,6 @@
 """The objects of a cluster in this process: versions, conflicts, preconditions and deletions, as an API server keeps
 them. `tests.cluster.remote` has the same interface over a real API server."""
 
-from __future__ import annotations
-
 import copy
 import json
 import threading

@@ -1,7 +1,5 @@
 """The training operator's behavior for PyTorchJobs, as its docs and source describe it, and the garbage collector's."""
 
-from __future__ import annotations
-
 import copy
 import time
 import uuid

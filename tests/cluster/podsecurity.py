@@ -4,8 +4,6 @@ Written after kubernetes/pod-security-admission: policy (v1.36). The messages ar
 matches what a user sees; `tests.envtest` compares the two.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -1,8 +1,6 @@
 """A real API server under the emulated operator, nodes and garbage collector. `tests.envtest` starts it; this module
 adds the rest of a cluster."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

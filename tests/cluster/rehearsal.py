@@ -7,8 +7,6 @@ with a real S3 between them. The API server is a real one where KUBEBUILDER_ASSE
 `tests.cluster.api` elsewhere. `--kill` kills a node's processes in the middle of the training.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,8 +1,6 @@
 """The objects of a real API server, with the interface of `tests.cluster.objects`. Reads come from mirrors that
 watches keep. Writes go to the server: statuses through their subresource, pods to nodes as bindings."""
 
-from __future__ import annotations
-
 import copy
 import threading
 from typing import Self

@@ -1,7 +1,5 @@
 """The API server's reasons for refusing a request, on the emulated server and on a real one."""
 
-from __future__ import annotations
-
 import json
 import logging
 from functools import partial

@@ -1,8 +1,6 @@
 """A train step in a pod of Kubeflow Pipelines: Python has less than a second after SIGTERM, so its first act must
 suffice."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

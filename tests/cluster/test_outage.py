@@ -1,7 +1,5 @@
 """An API server that was away: its first answers differ from those after it has read its roles."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

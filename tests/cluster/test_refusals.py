@@ -1,7 +1,5 @@
 """A cluster's refusals in the words that a user sees: pods that are never created, and pods that never run."""
 
-from __future__ import annotations
-
 import copy
 import logging
 import sys

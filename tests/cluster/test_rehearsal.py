@@ -1,7 +1,5 @@
 """The page docs/cluster.md, word for word: one spec through every emitter, and on the emulated cluster to a model."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from pathlib import Path

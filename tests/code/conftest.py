@@ -1,7 +1,5 @@
 """A folder with functions of user code, and specs that name them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

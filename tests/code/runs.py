@@ -1,7 +1,5 @@
 """Trainings with user code: without a stop, and with a SIGKILL and a second launch."""
 
-from __future__ import annotations
-
 import logging
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Bundles of user code: the same bytes for the same files, and nothing runs from other bytes."""
 
-from __future__ import annotations
-
 import json
 import os
 from importlib.metadata import version

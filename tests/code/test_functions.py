@@ -1,7 +1,5 @@
 """Functions of user code: what is in their digest, what a check without import sees, and how they are loaded."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

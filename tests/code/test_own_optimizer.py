@@ -1,7 +1,5 @@
 """Optimizers of user code: state by parameter name, exact resumption, and what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

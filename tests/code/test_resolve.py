@@ -1,7 +1,5 @@
 """Code of a spec: what is refused before anything runs, what is part of which identity, and how its digest travels."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

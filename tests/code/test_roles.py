@@ -1,7 +1,5 @@
 """Functions of user code where they run: readers and filters, objectives, metrics and observers."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

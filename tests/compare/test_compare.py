@@ -1,7 +1,5 @@
 """The comparison of trials, from the records in the store."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small corpus of every kind, and specs for it."""
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Archives and compressed files: what `zipfile`, `webdataset`, `lzma` and `bz2` wrote, in bounded memory."""
 
-from __future__ import annotations
-
 import bz2
 import io
 import json

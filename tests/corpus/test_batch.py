@@ -1,7 +1,5 @@
 """The batch of a step as shown to a user: every token comes from the named file and line."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections.abc import Callable

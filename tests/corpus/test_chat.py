@@ -1,7 +1,5 @@
 """Conversations: the same tokens and counted tokens as in `transformers`, and whole conversations in each sample."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

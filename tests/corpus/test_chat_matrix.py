@@ -2,8 +2,6 @@
 templates, tokenizers and conversations.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from functools import cache

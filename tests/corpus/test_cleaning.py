@@ -1,7 +1,5 @@
 """Cleaning changes the texts of conversations and pairs, and never the JSON around them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Damaged files and files without text: counted under their reason, or refused by name."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random

@@ -1,7 +1,5 @@
 """Fast encoding gives exactly the tokenizer's tokens, and tokenizer training does not depend on threads."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """One corpus on many machines: in any order and after any crash, the dataset equals that of one process."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

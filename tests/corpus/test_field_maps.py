@@ -1,7 +1,5 @@
 """Field maps: records of other layouts become the conversations, pairs and answers that they mean."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Datasets of the Hub: pinned to a commit, identified without a fetch, and read as local files, from a real server."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Keys of preprocessing results: every setting that affects bytes is in the key, so no stale result is reused."""
 
-from __future__ import annotations
-
 import unicodedata
 from dataclasses import fields, replace
 from typing import Any

@@ -1,7 +1,5 @@
 """A folder and a glob give the same files: links are followed, every listing ends, and skipped entries are named."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

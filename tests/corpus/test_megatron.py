@@ -1,7 +1,5 @@
 """Megatron's indexed data: the tokens that Megatron-Core's builder wrote and its reader gives, taken as they are."""
 
-from __future__ import annotations
-
 import struct
 from itertools import pairwise
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`holdfast data`: figures, drops and samples of a dataset, on the terminal and on a page, without a training."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

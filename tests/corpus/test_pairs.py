@@ -1,7 +1,5 @@
 """Preferences become pairs of documents, labeled answers one each: a prompt and its answer, and only answers count."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A small parquet file with large pages is read in little memory: strings, dictionaries, prefixes."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

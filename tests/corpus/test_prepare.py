@@ -1,7 +1,5 @@
 """The whole step: the same bytes however it runs, no repeated work, and repair of damage."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

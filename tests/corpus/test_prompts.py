@@ -1,7 +1,5 @@
 """Prompts: from jsonl to a dataset, and back to tokens and records."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

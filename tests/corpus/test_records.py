@@ -1,7 +1,5 @@
 """Every format and compression, and every kind of bad input: named by file and line, or counted."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Near duplicates and decontamination: what they find, counted by reason, the same bytes on any number of workers."""
 
-from __future__ import annotations
-
 import json
 import random
 from pathlib import Path

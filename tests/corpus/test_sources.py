@@ -1,7 +1,5 @@
 """The sources of text, with real S3 and real DVC, and user-provided tokenizers."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

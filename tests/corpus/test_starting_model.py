@@ -1,7 +1,5 @@
 """`model.from`: a spec that names a model is the spec with the model's fields written out."""
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from pathlib import Path

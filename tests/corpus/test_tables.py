@@ -1,7 +1,5 @@
 """Arrow, parquet, .json and .csv: the documents that the writers of such files wrote, in bounded memory."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

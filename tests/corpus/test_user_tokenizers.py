@@ -1,7 +1,5 @@
 """User-provided tokenizers: text stays text, tokens represent it, and no dataset is random."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A writer of small datasets with known tokens, in the documented format."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 

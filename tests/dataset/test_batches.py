@@ -1,7 +1,5 @@
 """Batches by step: every sample once per epoch, exact shares of a mixture, and no other inputs."""
 
-from __future__ import annotations
-
 from collections import Counter
 from fractions import Fraction
 from functools import partial

@@ -1,7 +1,5 @@
 """The keyed function is a permutation at any size, and it shuffles."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given, settings

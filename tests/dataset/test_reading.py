@@ -1,7 +1,5 @@
 """Opening and reading: damage is detected and named, held-out text is stable, bytes are counted."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Datasets in a bucket: read in pieces over real HTTP, kept in a bounded cache, and always checked."""
 
-from __future__ import annotations
-
 import os
 import resource
 import signal

@@ -1,7 +1,5 @@
 """The shuffle of blocks: every sample once per epoch, the same batches at any world size, and one share per node."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import numpy as np

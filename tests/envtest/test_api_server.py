@@ -1,7 +1,5 @@
 """The launcher and the manifests against a real API server with the official CRDs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The kind overlay applied to a real API server with its admission, and the findings of `holdfast doctor`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A launcher whose pipeline is in one namespace and whose jobs are in another, against a real API server."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

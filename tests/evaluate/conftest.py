@@ -1,7 +1,5 @@
 """A store over a folder, a separate home, and a real MLflow registry that all tests of this folder share."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small evaluation setup: a tokenizer, a dataset, models, and finished runs, in a store over a folder."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

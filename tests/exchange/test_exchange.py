@@ -1,7 +1,5 @@
 """States are exported and imported bit by bit, in bounded memory, and nothing of an import is executed."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Untrusted checkpoints: the process stays unchanged, sizes are compared first, and only our errors are raised."""
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

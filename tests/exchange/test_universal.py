@@ -1,7 +1,5 @@
 """DeepSpeed loads what was exported for it, to the bit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ledger of a disturbed run accounts for every second of every rank exactly once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

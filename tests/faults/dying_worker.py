@@ -2,8 +2,6 @@
 which: `WHOM` is "rank:step".
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

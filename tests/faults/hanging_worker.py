@@ -2,8 +2,6 @@
 next batch in a collective that no other rank calls. With `node`, a signal stops it and all processes of its node.
 """
 
-from __future__ import annotations
-
 import os
 
 import psutil

@@ -2,8 +2,6 @@
 file (`held_worker`).
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

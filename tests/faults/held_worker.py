@@ -5,8 +5,6 @@ stays mapped, so a rank with little memory would need no more. This rank therefo
 each step, and while it is held.
 """
 
-from __future__ import annotations
-
 import inspect
 import mmap
 import os

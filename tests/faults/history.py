@@ -1,7 +1,5 @@
 """The checker of a run's history: every sample once, one writer per step, ordered commits, equal bits."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Starts a training, kills a part of it at a chosen moment, and runs the same command until it succeeds."""
 
-from __future__ import annotations
-
 import random
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A rank whose hardware computes wrong. HOLDFAST_TEST_LIES is "rank:step": where a bit of a weight is flipped."""
 
-from __future__ import annotations
-
 import os
 
 import torch

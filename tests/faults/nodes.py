@@ -2,8 +2,6 @@
 rendezvous, like the pods of an elastic job.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

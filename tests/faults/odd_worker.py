@@ -5,8 +5,6 @@
 `computes-wrong` finds that its arithmetic differs from that of another rank.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """The checkpoint agent under real training: a copy survives its rank, and training survives the agent."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A hanging rank is reported with its place, its stacks are saved, and the run resumes to the same bits."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

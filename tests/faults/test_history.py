@@ -1,7 +1,5 @@
 """The history checker accepts a sound history and names the problems of any other."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """After a kill of any process at any moment, the same command ends with the bits of an undisturbed run."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

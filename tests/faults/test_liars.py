@@ -1,7 +1,5 @@
 """A wrong bit of the hardware is found within the digest interval and leaves no trace in the model."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

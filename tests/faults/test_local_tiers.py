@@ -1,7 +1,5 @@
 """Local copies under real training: the failures, the step that the next gang resumes from, and equal bits."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

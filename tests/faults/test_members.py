@@ -2,8 +2,6 @@
 equals that of a single rank.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 another one takes over.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A wait in a test notices its condition, however late the test checks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from tests.faults.nodes import Held

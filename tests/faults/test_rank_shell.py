@@ -1,7 +1,5 @@
 """`holdfast shell` in the place of a rank of a real training that is held at a step."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

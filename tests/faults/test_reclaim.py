@@ -1,7 +1,5 @@
 """A cloud reclaims a machine during a run: all ranks save and leave, and the bits equal those of an undisturbed run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 undisturbed run.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 process is killed, so that a load happens too.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The reference for disturbed runs: 40 steps of two ranks, in each of two layouts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -5,8 +5,6 @@ kernels in that file. After a deliberate change of bits, raise DATA_PLANE_VERSIO
 .venv/bin/pytest tests/golden
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """Train the tiny runs of every engine and print their state digests as JSON: `python -m tests.golden.train FOLDER`."""
 
-from __future__ import annotations
-
 import json
 import sys
 from itertools import product

@@ -1,7 +1,5 @@
 """Every command of `holdfast` that a message, a page or a manifest names exists, with its options."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

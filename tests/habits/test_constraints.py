@@ -1,7 +1,5 @@
 """constraints.txt pins what the extras install: no more, no less, and in these versions."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

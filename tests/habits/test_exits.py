@@ -1,7 +1,5 @@
 """Every output of a process is redacted; each exception is on this list, with its reason."""
 
-from __future__ import annotations
-
 import ast
 import subprocess
 import sys

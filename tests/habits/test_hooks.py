@@ -1,7 +1,5 @@
 """The hooks before a commit are the checks of `make lint`, and download nothing."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

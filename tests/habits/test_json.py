@@ -1,7 +1,5 @@
 """JSON from untrusted sources has one reader: no other code of the product calls `json.loads`."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

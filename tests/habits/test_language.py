@@ -3,8 +3,6 @@
 `python -m tests.habits.test_language` lowers the numbers and shortens the lists below to the current state.
 """
 
-from __future__ import annotations
-
 import re
 import textwrap
 from collections import Counter

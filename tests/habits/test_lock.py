@@ -1,7 +1,5 @@
 """images/lock.txt: every file that an image may install, by its hash."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 from pathlib import Path

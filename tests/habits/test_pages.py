@@ -1,7 +1,5 @@
 """The examples of the pages: the spec accepts each YAML block that a reader may copy."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The documentation as a site: every link has a target, every page is in its navigation, and the API has its pages."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The installed package is one complete import name, and ignores a user's folders with the names of ours."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

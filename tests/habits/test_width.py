@@ -1,7 +1,5 @@
 """No function has more parameters than a reader can remember: related options are one typed object."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -3,8 +3,6 @@
 So slowness does not depend on the machine: a slow rank's clock advances a hundred times as far per read.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch

@@ -1,7 +1,5 @@
 """The train step with ranks of `sick`. HOLDFAST_TEST_SICK gives a rank and its fault, as there."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Health checks of real ranks report a slow, a wrong and an absent rank, and report nothing of a sound gang."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

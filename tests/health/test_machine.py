@@ -1,7 +1,5 @@
 """Probes of a node: over a folder and over S3, with a disk that refuses, and the output of a driver's tool."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 import time

@@ -1,7 +1,5 @@
 """The findings of measurements: which rank is reported, for what, and which is not."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

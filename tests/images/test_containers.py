@@ -6,8 +6,6 @@ HOLDFAST_BUILD_IMAGES=1 pytest tests/images
 BASE, PIP_CONFIG_FILE and BUILD_OPTIONS of images/build.sh are passed on. HOLDFAST_RUN_OPTIONS goes to podman run.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Requirements for every image, checked in the Dockerfiles."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

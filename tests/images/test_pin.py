@@ -1,7 +1,5 @@
 """Digests of pushed images in an overlay."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which torch the setup and the images install: real pip on package indexes in a folder."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Answers of a batch: what a whole forward pass gives."""
 
-from __future__ import annotations
-
 import queue
 import time
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A conversation in the terminal: prompts of the template, seeds, and a context that fills up."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The server over HTTP: OpenAI's own client, and clients that send what they should not."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

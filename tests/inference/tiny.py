@@ -1,7 +1,5 @@
 """A tiny exported model with and without a chat template."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

@@ -1,8 +1,6 @@
 """A warm process that acts by its first argument: `say` prints its state, `sums` a digest of many sums, `collect`
 whether objects are frozen; `leave CODE`, `fail`, `wait`."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os

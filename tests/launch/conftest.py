@@ -1,7 +1,5 @@
 """The launches of these tests are forked from one server."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.kept_server import launches_of_one_server

@@ -1,7 +1,5 @@
 """A launch on this machine, run until nothing of it is left."""
 
-from __future__ import annotations
-
 from contextlib import closing
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The metadata service of a cloud, over real HTTP on this machine; the test sets its answers."""
 
-from __future__ import annotations
-
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

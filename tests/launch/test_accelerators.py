@@ -1,7 +1,5 @@
 """The table of accelerators, and how a rank uses it on this machine."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from typing import get_args

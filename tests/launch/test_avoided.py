@@ -1,7 +1,5 @@
 """Nodes that the next launch avoids."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The exit report of a launch: one exit code out of those of all ranks."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

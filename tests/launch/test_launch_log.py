@@ -1,7 +1,5 @@
 """The log of a launch is bounded, however much its ranks print."""
 
-from __future__ import annotations
-
 import io
 from collections import deque
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The local launcher and its torchrun, with real processes."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """The ending of a launch on Slurm, from the reports of its nodes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

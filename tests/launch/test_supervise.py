@@ -1,7 +1,5 @@
 """The restart budget, with a clock and endings that the test sets."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """A launcher records what it waits for when that changes, however often it sees it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """A process that a warm server forks equals a spawned one, to the last bit."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

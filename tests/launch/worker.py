@@ -12,8 +12,6 @@ On one node, no rank exits or dies before the waiting ranks are ready. Where HOL
 of the ranks does not close their logs before that file exists.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -6,8 +6,6 @@ it. Kubernetes does not define whether an `ipBlock` reaches pods. A required flo
 flow must stay forbidden with it. `blocks_reach_pods` is for that.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Renders the overlays as `kubectl apply -k` would, and walks the resulting objects."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The background audit: a CronJob that any overlay can list, patch and suspend."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

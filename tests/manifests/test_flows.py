@@ -2,8 +2,6 @@
 needs and no other.
 """
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Alerts and the dashboard query exported metrics only, and the alerts fire when they should."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

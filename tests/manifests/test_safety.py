@@ -1,7 +1,5 @@
 """Deployed accounts and pods have the rights that they need and no more."""
 
-from __future__ import annotations
-
 import configparser
 import re
 from pathlib import Path

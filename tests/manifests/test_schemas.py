@@ -1,7 +1,5 @@
 """Every overlay renders, and the API knows every object in it."""
 
-from __future__ import annotations
-
 import copy
 import shutil
 from pathlib import Path

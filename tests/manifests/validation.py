@@ -2,8 +2,6 @@
 by the typed models of the Kubernetes client, which know the name and type of every field, and the required fields.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from functools import cache

@@ -1,7 +1,5 @@
 """Tiny models on one thread, because more threads slow them down."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

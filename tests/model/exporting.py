@@ -1,7 +1,5 @@
 """A model as a folder in the Hugging Face layout, for tests that read one."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A mixture of experts: each token passes through exactly its experts, and none is dropped at any load."""
 
-from __future__ import annotations
-
 from math import prod
 from pathlib import Path
 

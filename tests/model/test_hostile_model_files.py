@@ -1,7 +1,5 @@
 """Untrusted model files: their claims are compared with the file, and wrong types are named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

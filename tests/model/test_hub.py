@@ -1,7 +1,5 @@
 """The Hub: a repository is identified without a download, and fetched as one commit, from a real HTTP server."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

@@ -1,7 +1,5 @@
 """Imported weights are identified by their bytes, in any place."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Packed attention: exact numbers, bits that depend only on the document, memory that grows with T."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """A scalar head: export for `transformers`, import, and scores of pairs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Log-probabilities of tokens: exact numbers in chunks, vocabulary shards, memory that grows with T only."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Attention of whole rows inside compiled layers: the positions that are seen, and on a CUDA device the numbers."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from typing import Literal

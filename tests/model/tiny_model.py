@@ -1,7 +1,5 @@
 """Small models and a real tokenizer for the model tests."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

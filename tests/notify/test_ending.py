@@ -1,7 +1,5 @@
 """The end of an execution: from the records of its steps, then from the engine's status in each engine's terms."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Argo's list of failed nodes is parsed in every form: quoted twice, quoted once, or not quoted."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

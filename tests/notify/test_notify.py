@@ -1,7 +1,5 @@
 """The exit handler: it always sends a summary, and it never fails the DAG."""
 
-from __future__ import annotations
-
 import json
 import logging
 import re

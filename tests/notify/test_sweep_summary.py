@@ -1,7 +1,5 @@
 """The exit handler of a sweep: one summary of all trials."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -9,8 +9,6 @@ The gradient is that of the loss with respect to each token's log-probability. O
 the prompt; here it is the mean over the chosen answers' tokens.
 """
 
-from __future__ import annotations
-
 import json
 from itertools import chain
 from pathlib import Path

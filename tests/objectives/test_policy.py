@@ -6,8 +6,6 @@ log-probabilities of 6 answers under a model, before an update (`old`), and unde
 0.28. The gradient is that of the loss with respect to each token's log-probability.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

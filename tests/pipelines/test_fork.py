@@ -1,7 +1,5 @@
 """A forked run shares its past: no byte of it is copied, none is collected, and the following steps are the same."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Paths in a spec are relative to the folder of the command."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The pipelines that users read and compile: short, and equal to the output of every other command."""
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run whose peak of memory is the generation of answers, and that peak."""
 
-from __future__ import annotations
-
 from itertools import chain
 
 from benchmarks._living import Living

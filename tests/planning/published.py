@@ -1,7 +1,5 @@
 """Published tables that the planner is measured by. The figures are those of the papers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from holdfast.planning import Architecture, Layout

@@ -1,7 +1,5 @@
 """`parallel: auto`: what it expands to, what it refuses, and that it is in no identity."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Measurements of a machine: lines through points, a file that is refused unless it is complete, and real ranks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Collectives: the textbook's formulas, and properties that hold for all figures."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

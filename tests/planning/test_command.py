@@ -1,7 +1,5 @@
 """`holdfast plan`: its output for users and scripts, and its changes of a spec."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The planner's memory compared with the peaks that a CUDA device measured (`benchmarks.accelerator`)."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The table of accelerators: nothing is guessed, everything can be replaced."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The planner's memory compared with torch: parameters on the meta device, and every byte in real steps."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Plans of three models on 8, 64 and 1,024 accelerators, word for word. HOLDFAST_UPDATE_GOLDEN=1 writes them again."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """Published tables and the planner's error: the bounds are its current errors, so it can only improve."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

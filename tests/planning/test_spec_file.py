@@ -1,7 +1,5 @@
 """Fields are written into a spec's file where a user would write them, and nothing else changes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Spot nodes in a plan, against closed forms."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Stages balanced by the time of their parts: the split, its measurement, and its drawn schedule."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

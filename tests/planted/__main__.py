@@ -6,8 +6,6 @@ with the word in their file or reason.
 A bug whose text does not occur exactly once is refused before anything runs. The exit code is 1 if a bug survives.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

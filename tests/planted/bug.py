@@ -4,8 +4,6 @@ They are listed in bugs/*.txt. `file` and `test` apply to all bugs below them, u
 names the consequence. Lines with + replace lines with -.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

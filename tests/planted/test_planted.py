@@ -1,7 +1,5 @@
 """The list of planted bugs fits the current code, and the script distinguishes a caught bug from a survivor."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

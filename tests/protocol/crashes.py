@@ -5,8 +5,6 @@ has finished (a frozen attempt that is thawed). The supervisor starts the next g
 committed state is lost, no state is incomplete at any moment, and the final bits equal those of an undisturbed run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The gang of simulated ranks: the interface of `collectives.Gang`, over the scheduler instead of gloo."""
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 from holdfast.collectives import Gang

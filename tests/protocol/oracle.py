@@ -5,8 +5,6 @@ in order. Objects that an existing checkpoint needs are never deleted or changed
 commit is not lost. At the end, nothing unneeded is left.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 

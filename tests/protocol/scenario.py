@@ -4,8 +4,6 @@ A supervisor starts gangs one after another, even while older gangs are alive. E
 step and collects, as the trainer does. The seed determines its faults.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from functools import partial
 

@@ -4,8 +4,6 @@
 an hour. `--first 1 --count 1000` runs a range of seeds.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """The state of a simulated training: a function of the step, cut in different ways for any number of ranks."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -1,7 +1,5 @@
 """The simulation's store passes the contract tests of every store."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.store import Store

@@ -1,7 +1,5 @@
 """A crash at any operation of save, commit, restore or collection loses nothing and leaves nothing incomplete."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import islice
 

@@ -2,8 +2,6 @@
 checkpoint is loaded.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Competing attempts, collections, pins and forks in any order: pinned and borrowed checkpoints stay whole."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import pytest

@@ -1,7 +1,5 @@
 """Gangs that are killed, frozen, replaced and thawed in a world of faults: all invariants of the protocol hold."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.protocol.scenario import simulate

@@ -1,7 +1,5 @@
 """Crashes at any two operations of a training's storage lose nothing and leave nothing incomplete."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.protocol.crashes import OF_ONE, Crash, crash, points

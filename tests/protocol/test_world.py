@@ -1,7 +1,5 @@
 """The simulated world schedules its code correctly: one thread at a time, one order per seed."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.protocol.world import START, Killed, Process, StuckError, World

@@ -1,7 +1,5 @@
 """One real Ray for all tests; they skip, with the reason, where it is not installed."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass

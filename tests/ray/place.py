@@ -1,7 +1,5 @@
 """Runs of a small spec on a real Ray, and the state of their jobs."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """A training script, and functions of a user, on a real Ray: killed, and resumed with the bits of a local run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Training on two nodes of a real Ray, with faults: every run ends with the digest of the undisturbed one."""
 
-from __future__ import annotations
-
 import ipaddress
 import sys
 

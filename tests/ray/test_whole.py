@@ -1,7 +1,5 @@
 """The whole DAG as a job of a real Ray, on two nodes; data prepared by many tasks; and jobs without room."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Replies of real servers, as facts for tests. `kfp/README.md` describes each recording."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

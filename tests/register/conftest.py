@@ -1,7 +1,5 @@
 """A finished and blessed run with a small real model, and an empty MLflow on SQLite."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Records that another writer damaged are reported with their place. No other error is raised."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast

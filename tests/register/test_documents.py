@@ -1,7 +1,5 @@
 """The model card and the bill of materials of a registered version."""
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import version
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The packaged model loads and generates through MLflow, with its bundled code and without a pickle."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Promotions in order: the next registration completes the work of a dead or slow one."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Registration: blessed models only, with their whole lineage, exactly once, after any crash."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

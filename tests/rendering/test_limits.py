@@ -1,7 +1,5 @@
 """Untrusted templates cost the caller neither memory nor time, and an error names the template."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

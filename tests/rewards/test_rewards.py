@@ -1,7 +1,5 @@
 """Rewards: what each built-in check accepts, and that no answer costs more than its limits."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

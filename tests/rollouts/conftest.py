@@ -1,7 +1,5 @@
 """The store of a run of generated answers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A run of generated answers, small enough for many repetitions: prompts of one letter for the model of `tiny_run`."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

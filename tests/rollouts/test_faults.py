@@ -1,7 +1,5 @@
 """Runs of generated answers whose rewards or whose store misbehave: the bits of a calm run, or a clear end."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

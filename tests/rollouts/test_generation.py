@@ -1,7 +1,5 @@
 """Generation in lots: the distribution of tokens, padding, windows, and what the bits depend on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A hundred kills of a run that learns from its own answers: no prompt is lost or repeated, and no bit changes."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -5,8 +5,6 @@ add the same numbers in another order. The bound is that of `tests/train/test_me
 size 1, which is that of an advantage.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

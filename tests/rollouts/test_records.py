@@ -1,7 +1,5 @@
 """Records of answers, advantages, and the rows that a step learns from."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

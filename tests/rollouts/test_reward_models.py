@@ -1,7 +1,5 @@
 """Reward models as rewards: the number at the last token of an answer, from the weights in the run id."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import cast

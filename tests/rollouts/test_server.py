@@ -1,7 +1,5 @@
 """Answers of a server: recorded and replayed, of the right weights only, and a clear end without them."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

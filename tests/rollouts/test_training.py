@@ -1,7 +1,5 @@
 """Training on generated answers: the same bits after kills, and for any number of ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Answers with several turns: what the environment gets, which tokens count, and replays of recorded replies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

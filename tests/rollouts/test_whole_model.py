@@ -4,8 +4,6 @@ Each is that of one process: the weights and the answers to the last bit, and th
 planner counts the memory of the copy.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 from zlib import crc32

@@ -3,8 +3,6 @@
 Each is forked from a server that is a process of the launch, too, as torchrun and its ranks are.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

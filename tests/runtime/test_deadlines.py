@@ -1,7 +1,5 @@
 """A server that sends a byte now and then cannot keep a client: each request has a total deadline."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The port of the ranks' rendezvous, before any rank listens there."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

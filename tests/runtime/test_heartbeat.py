@@ -1,7 +1,5 @@
 """The page on which a process reports its position, as another process reads it."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The readers of logs hold a bounded part of a line that does not end."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tracemalloc

@@ -1,7 +1,5 @@
 """A command in the place of a rank has the rank's environment, although a forked process shows only a part of it."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

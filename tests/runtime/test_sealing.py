@@ -1,7 +1,5 @@
 """Messages that only processes of one launch can write."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.runtime.sealing import derive_key, new_key, seal, unseal

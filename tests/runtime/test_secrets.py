@@ -1,7 +1,5 @@
 """Shown text contains no secrets, and nothing else is lost."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

@@ -1,7 +1,5 @@
 """Temporary folders: the folders of a killed process are removed, and those of a live process stay."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

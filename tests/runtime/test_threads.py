@@ -1,7 +1,5 @@
 """Waiting for a thread, as long as this process gets CPU time."""
 
-from __future__ import annotations
-
 import threading
 import time
 

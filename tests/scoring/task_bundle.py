@@ -1,7 +1,5 @@
 """A small bundle of tasks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

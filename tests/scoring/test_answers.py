@@ -1,7 +1,5 @@
 """pass@1, pass@k and the mean reward of an exported model's answers to held-out prompts."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Scoring takes bounded memory: for logits, for activations, and no second copy of the weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

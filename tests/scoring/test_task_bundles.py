@@ -1,7 +1,5 @@
 """Bundles of tasks, tasks in turns and tests of code: the figures of the library, from files alone."""
 
-from __future__ import annotations
-
 import json
 from itertools import islice
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading the YAML of task bundles: other files in the folder, includes, aliases, and mistakes before the training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

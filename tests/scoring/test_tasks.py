@@ -1,7 +1,5 @@
 """Downstream tasks: the library's own figures for the same model, and no code of a task file runs."""
 
-from __future__ import annotations
-
 import json
 import tracemalloc
 from pathlib import Path

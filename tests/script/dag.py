@@ -1,7 +1,5 @@
 """The DAG around a script in this process: a short managed run, its evaluation and its registration."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Examples of scripts and functions that wait at a step, and their runs on a backend of two nodes."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys

@@ -1,7 +1,5 @@
 """A managed session in this process: what `holdfast.script.process` does around a script, without a launcher."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path

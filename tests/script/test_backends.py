@@ -1,7 +1,5 @@
 """Scripts and functions of a user on backends: what is on the command line of their jobs, and whom `resume` trusts."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

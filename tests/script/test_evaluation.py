@@ -1,7 +1,5 @@
 """Evaluation and registration of what a script exported: by a command, by functions, and against a champion."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import logging

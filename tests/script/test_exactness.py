@@ -1,7 +1,5 @@
 """A verification names what a script forgot to save, or draws without a seed."""
 
-from __future__ import annotations
-
 import os
 import random
 from pathlib import Path

@@ -3,8 +3,6 @@
 The script of each example runs in this process, as `holdfast verify` runs it in launches.
 """
 
-from __future__ import annotations
-
 import runpy
 import shutil
 import sys

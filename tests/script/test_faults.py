@@ -1,7 +1,5 @@
 """The example scripts under faults: each ends with the state of its undisturbed run."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

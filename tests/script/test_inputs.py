@@ -1,7 +1,5 @@
 """Inputs and the dataset of a script: what is identified, fetched once per node, and read by step."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A managed session: what it refuses, and a run that is stopped, killed and resumed with the bits of a calm one."""
 
-from __future__ import annotations
-
 import json
 import math
 import sys

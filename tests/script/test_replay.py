@@ -1,7 +1,5 @@
 """Recorded steps of a script are computed again to the last bit, or the first difference is named."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The state of a script is saved by name, and restored without pickles at another number of ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

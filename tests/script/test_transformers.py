@@ -1,7 +1,5 @@
 """A Hugging Face Trainer resumes with the bits of an undisturbed run, in mid-epoch and at the end of an epoch."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Plain values of a script become JSON and come back equal; everything else is refused with its path."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict, defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The methods of a search: what they try, promote and refuse, as functions of the log alone."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

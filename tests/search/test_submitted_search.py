@@ -1,7 +1,5 @@
 """The controller of a search on a cluster: it is killed at every submission, and no trial is trained twice."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 OpenAPI (api/openapi/model-registry.yaml) and handlers (internal/server/openapi, internal/core).
 """
 
-from __future__ import annotations
-
 import json
 import re
 import threading

@@ -1,7 +1,5 @@
 """vLLM as a Deployment and in an InferenceService: fields that the API knows, and a download that checks its bytes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The InferenceService has the fields that KServe reads, and writing it loses no fields of other writers."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A version is entered in the Model Registry exactly once, also with concurrent writers and lost replies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 

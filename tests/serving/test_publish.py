@@ -1,7 +1,5 @@
 """Registration, promotion and rollback: the served model follows the champion. Real MLflow, real S3, real HTTP."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The simulator against independent results: queueing formulas, an exhaustive optimum, and its own sums."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """`holdfast simulate`, used by a person and by a script."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

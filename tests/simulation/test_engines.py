@@ -1,7 +1,5 @@
 """A policy as configuration of Kueue or Volcano: objects that fit the official schemas, or a refusal with a reason."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

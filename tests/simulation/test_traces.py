@@ -1,7 +1,5 @@
 """Traces: each published format gives the same jobs, and rows that are not jobs are reported."""
 
-from __future__ import annotations
-
 import json
 import logging
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Runs of a small spec on a real Slurm, and the state of their jobs."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """One real Slurm for the tests of a file; they skip, with the reason, where none can be started."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Status of a run whose jobs the controller has forgotten: the accounting of a real slurmdbd has them."""
 
-from __future__ import annotations
-
 import json
 import tempfile
 from collections.abc import Iterator

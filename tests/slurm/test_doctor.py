@@ -1,7 +1,5 @@
 """`holdfast doctor --backend slurm` against a real Slurm."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

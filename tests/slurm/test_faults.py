@@ -1,7 +1,5 @@
 """Training on two real nodes of Slurm ends with the same bits, whichever fault takes its allocation away."""
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A search on a real Slurm, whose controller is killed between two decisions, equals the search on one machine."""
 
-from __future__ import annotations
-
 import json
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A sweep as arrays of a real Slurm ends in the comparison of the local one, though a trial loses its allocation."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

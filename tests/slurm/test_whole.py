@@ -1,7 +1,5 @@
 """Submissions to a real Slurm of two nodes. The whole DAG runs as jobs in test_faults.py."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 

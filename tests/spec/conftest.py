@@ -1,7 +1,5 @@
 """A small valid spec, as text and as a tree, for tests that break one field."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A case of every rule between fields: name, changed fields, the refused field and its value, part of the remedy."""
 
-from __future__ import annotations
-
 CHAT: dict[str, object] = {
     "data.kind": "chat", "data.document_masks": True, "data.tokenizer": {"kind": "file", "path": "t"},
 }  # fmt: skip

@@ -1,7 +1,5 @@
 """Messages to users name existing fields: advice that the spec refuses would be worse than none."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One dialect of cron: accepted schedules mean the same to every engine, and the rest is refused with a remedy."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

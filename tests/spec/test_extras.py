@@ -1,7 +1,5 @@
 """For a missing package, the first line of the error names the extra that installs it."""
 
-from __future__ import annotations
-
 import ast
 import functools
 import importlib

@@ -1,7 +1,5 @@
 """The run id: it covers every field that defines the model, and no other field."""
 
-from __future__ import annotations
-
 import re
 from typing import Any, Literal, get_args, get_origin
 

@@ -1,7 +1,5 @@
 """JSON from other writers becomes a typed value, or a DataError that names it. No other error is raised."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from typing import Any

@@ -2,8 +2,6 @@
 survives a round trip.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from decimal import Decimal

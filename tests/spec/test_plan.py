@@ -1,7 +1,5 @@
 """The plan: differences between plans are explained, and a run that promises bits accepts no other plan by default."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.spec import ExitCode, Spec

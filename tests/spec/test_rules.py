@@ -1,7 +1,5 @@
 """Every rule between fields refuses its case, and names the field, the value and the remedy."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.spec import parse_spec

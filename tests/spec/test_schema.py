@@ -1,7 +1,5 @@
 """The JSON Schema and the reference agree with the models."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 without an order.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from typing import Any

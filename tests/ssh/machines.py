@@ -1,7 +1,5 @@
 """Two machines with sshd: network namespaces with own addresses, or loopback addresses where there are none."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

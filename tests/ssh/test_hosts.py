@@ -1,7 +1,5 @@
 """The file of hosts, and the frames of a node."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

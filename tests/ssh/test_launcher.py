@@ -1,7 +1,5 @@
 """The launcher over ssh with real nodes. The ssh command is a script that runs the remote command on this machine."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Training on two machines over sshd ends with the bits of one machine, whatever is killed."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Steps run in this process. Its logging and signal handlers are restored afterwards."""
 
-from __future__ import annotations
-
 import logging
 import signal
 from collections.abc import Iterator

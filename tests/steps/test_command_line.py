@@ -1,7 +1,5 @@
 """The command line of every step: overrides in one argument, results as files, outcomes in the store."""
 
-from __future__ import annotations
-
 import json
 import os
 from argparse import Namespace

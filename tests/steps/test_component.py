@@ -2,8 +2,6 @@
 runner of the DAG.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Logs of old executions are deleted. Logs that a person can still find, and logs of running executions, stay."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.pipelines.backends.record import Record

@@ -1,7 +1,5 @@
 """The facts that the exit handler reads from the outcomes of the steps."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.spec import parse_spec, run_id

@@ -1,7 +1,5 @@
 """The wrapper of a step: its arguments, its log and its exit code, seen from a separate process."""
 
-from __future__ import annotations
-
 import errno
 import json
 import logging

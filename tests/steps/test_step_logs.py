@@ -1,7 +1,5 @@
 """The log of a step is in the store while it runs and after any kind of end."""
 
-from __future__ import annotations
-
 import logging
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Retries within a step: which failures, how many, with which waits, and when it gives up immediately."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

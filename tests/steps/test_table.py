@@ -1,7 +1,5 @@
 """The table of steps and the list of edges: complete, and equal for all readers."""
 
-from __future__ import annotations
-
 import inspect
 from importlib import import_module
 

@@ -1,7 +1,5 @@
 """Azurite, Microsoft's own server of Azure Blob Storage for tests: `npm install azurite`."""
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """Fixtures of the tests with a faulty proxy in front of a real S3."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Iterator

@@ -3,8 +3,6 @@
 Its listings have no generations for their objects, as the library of the store reads none.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

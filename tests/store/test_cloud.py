@@ -1,8 +1,6 @@
 """What the stores of other clouds add to their library: lost replies count, half an object never shows, a server that
 ignores conditions is refused. The servers are Azurite, Azure's own for tests, and a model of Google's in memory."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

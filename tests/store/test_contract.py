@@ -1,7 +1,5 @@
 """The contract of every store, checked on a folder and on a real S3 over HTTP."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import threading

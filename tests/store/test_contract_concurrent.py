@@ -1,7 +1,5 @@
 """The contract of every store under concurrency, checked on a folder and on a real S3 over HTTP."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

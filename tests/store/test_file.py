@@ -1,7 +1,5 @@
 """The folder store with dying processes, full disks and held locks: real processes, real signals, real disks."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import resource

@@ -1,7 +1,5 @@
 """Objects as the files of one folder on this machine."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import boto3

@@ -1,7 +1,5 @@
 """Which URLs name a store, and how other URLs are refused."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.spec.errors import SpecError

@@ -1,7 +1,5 @@
 """Concurrent work, as far as no store is involved."""
 
-from __future__ import annotations
-
 import threading
 import weakref
 from collections.abc import Iterator

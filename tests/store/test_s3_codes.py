@@ -1,7 +1,5 @@
 """Error codes of S3 servers: each code has one meaning, and each meaning has one consequence."""
 
-from __future__ import annotations
-
 import pytest
 from botocore.exceptions import ClientError
 

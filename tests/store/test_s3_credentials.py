@@ -1,7 +1,5 @@
 """S3 credentials that are replaced, expire or are wrong while a process uses the store."""
 
-from __future__ import annotations
-
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

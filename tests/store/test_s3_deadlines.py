@@ -1,7 +1,5 @@
 """A server that sends slowly: each operation ends by its deadline, though no single read times out."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.pipelines.chaos.proxy import FaultyProxy

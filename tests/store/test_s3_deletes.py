@@ -1,7 +1,5 @@
 """Removing many objects from S3 with few requests."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.pipelines.chaos.proxy import (

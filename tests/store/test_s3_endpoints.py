@@ -1,7 +1,5 @@
 """Wrong S3 endpoints: the error comes within seconds and has the remedy."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The S3 store with a faulty network or server: real HTTP through a real faulty proxy."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Reads from S3 with a faulty network or server: complete and from one version, or an error."""
 
-from __future__ import annotations
-
 import os
 import threading
 from pathlib import Path

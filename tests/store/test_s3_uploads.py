@@ -1,7 +1,5 @@
 """Uploads of large objects to S3 with a faulty network or server, and the uploads of dead writers."""
 
-from __future__ import annotations
-
 import base64
 import os
 import threading

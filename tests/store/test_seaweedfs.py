@@ -2,8 +2,6 @@
 uploads are accepted and checked.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

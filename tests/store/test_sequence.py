@@ -1,7 +1,5 @@
 """Numbered records: few requests find the newest of very many, and a damaged record is named."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

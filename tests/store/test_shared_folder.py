@@ -1,7 +1,5 @@
 """The folder store with several users, and on file systems with missing features."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import logging

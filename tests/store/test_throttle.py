@@ -1,7 +1,5 @@
 """Uploads with a rate limit."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A collector of OpenTelemetry traces on this machine: it keeps what clients post by OTLP over HTTP."""
 
-from __future__ import annotations
-
 import gzip
 import threading
 from collections.abc import Iterator

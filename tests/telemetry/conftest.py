@@ -1,7 +1,5 @@
 """A store in a folder. tests/store covers its differences from S3; tests of events use both."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

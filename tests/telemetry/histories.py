@@ -1,7 +1,5 @@
 """Histories for tests that read them: segments, and a manifest that names them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Duration and cost of a run: hours of the ledger, reported energy, given prices, and nothing else."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

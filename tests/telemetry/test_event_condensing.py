@@ -1,7 +1,5 @@
 """A long run keeps a bounded number of events, and its ledger and its cost have the same sums."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Events of many processes are folded into few objects. Every reader sees each event once, also during a fold and
 after its death."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Events as every reader sees them, whichever process wrote them and whichever died meanwhile."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The history is that of the newest checkpoint, also when other attempts have left segments."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """The goodput ledger as a pure function: in any course of a run, every moment of every rank has exactly one class."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Metrics: a scraper sees the content of the events."""
 
-from __future__ import annotations
-
 import re
 import signal
 import socket

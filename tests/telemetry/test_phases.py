@@ -1,7 +1,5 @@
 """Phases: every moment of a process is in exactly one of them."""
 
-from __future__ import annotations
-
 import ast
 import os
 import time

@@ -1,7 +1,5 @@
 """Output of ranks in the store, and its readers: live, torn, with the store away, and bounded."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

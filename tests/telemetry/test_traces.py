@@ -1,8 +1,6 @@
 """The trace of a run: what a collector gets by OTLP from several processes, and nothing without a configured
 endpoint."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The status of a TrainJob, posted to a real HTTPS server that answers as the Kubeflow Trainer's."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterator

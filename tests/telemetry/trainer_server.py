@@ -1,7 +1,5 @@
 """A real HTTPS server that answers as the status server of the Kubeflow Trainer."""
 
-from __future__ import annotations
-
 import json
 import ssl
 import threading

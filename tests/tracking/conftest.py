@@ -1,7 +1,5 @@
 """An MLflow on SQLite for each test, and a store that contains a run."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import sqlite3

@@ -1,8 +1,6 @@
 """A process of the tests that copies a history: `python -m tests.tracking.copier STORE_URL TRACKER [POINTS]`. After
 POINTS points, if given, it prints `held` and waits to be killed."""
 
-from __future__ import annotations
-
 import signal
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """A run without training: a spec, a dataset manifest and a history, written straight in the documented formats."""
 
-from __future__ import annotations
-
 from holdfast.dataset.manifest import Lineage, Manifest, Shard, Source, Split, Tokenizer
 from holdfast.spec import Spec, parse_spec
 from holdfast.store import Store, layout

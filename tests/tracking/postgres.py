@@ -1,7 +1,5 @@
 """A PostgreSQL for one test: a fresh cluster in a temporary folder, on a free port of this machine."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import shutil

@@ -4,8 +4,6 @@ In each of the comma-separated tables it stops where MLflow has looked for rows,
 first. There it prints `held` with the table's name, and continues at a line of input. At the end it prints its result.
 """
 
-from __future__ import annotations
-
 import sys
 
 from mlflow.store.model_registry.dbmodels import models as registry_tables

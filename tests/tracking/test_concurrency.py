@@ -1,7 +1,5 @@
 """Several processes that write the same data to one MLflow: losing a race is not an outage."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

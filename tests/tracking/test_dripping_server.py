@@ -1,7 +1,5 @@
 """An MLflow whose answer never ends, and never pauses for long, cannot block a call of the client forever."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.spec.errors import ExitCode

@@ -1,7 +1,5 @@
 """Weights & Biases and Trackio have each committed row once, as their own readers read it, after any kill."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """MLflow with artifacts, a database or an experiment that this machine cannot use: the message and the exit code."""
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

@@ -1,7 +1,5 @@
 """MLflow on PostgreSQL: the guarantees of SQLite hold there too, where writers do not wait for each other."""
 
-from __future__ import annotations
-
 import os
 import sys
 import uuid

@@ -1,7 +1,5 @@
 """The parent run of a sweep in a real MLflow, with its trials below it; repeated writes add nothing."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

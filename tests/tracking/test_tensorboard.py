@@ -1,7 +1,5 @@
 """A run as TensorBoard itself reads it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The mirror in MLflow: one run, every step once, whichever process dies and however many copy concurrently."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,8 +1,6 @@
 """Separate processes of the tests: `python -m tests.tracking.worker STORE_URL [BATCHES]` starts at a line of input.
 After BATCHES batches of metrics, if given, it only waits."""
 
-from __future__ import annotations
-
 import signal
 import sys
 

@@ -1,7 +1,5 @@
 """A store in a folder, for tests that do not depend on the kind of store. Launches are forked from one server."""
 
-from __future__ import annotations
-
 import pytest
 
 from tests.checkpoint.conftest import folder_store

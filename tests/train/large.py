@@ -4,8 +4,6 @@ The production code writes the checkpoint, with one writer per tensor. So even t
 training of such a model.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

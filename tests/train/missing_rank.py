@@ -1,7 +1,5 @@
 """Two ranks that meet and join one collective. Rank 1 never joins the second one."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """A driver with one accelerator for NVIDIA's real binding: `nvml.c`, compiled. It reads its figures from files."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from pathlib import Path

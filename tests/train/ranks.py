@@ -1,7 +1,5 @@
 """Real training processes for many runs, one after another, because starting processes takes longer than these runs."""
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

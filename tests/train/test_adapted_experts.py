@@ -1,7 +1,5 @@
 """Adapters of mixtures of experts: the model that they describe, every layout, and the bits after a stop."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from pathlib import Path

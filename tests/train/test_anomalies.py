@@ -1,7 +1,5 @@
 """Anomalous steps: all ranks find the same ones, and skip, rewind or stop. A restarted run repeats the decisions."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """`parallel: auto` in a run: planned at the start, and afterwards taken from the run's record."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

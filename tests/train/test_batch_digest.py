@@ -1,7 +1,5 @@
 """The digest of a step's samples depends on the tokens only, not on their division among ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A growing batch: a function of the step, each sample once, and the same bits after a restart or on more ranks."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 

@@ -2,8 +2,6 @@
 effect on the bits.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise

@@ -1,7 +1,5 @@
 """A rank that never joins a collective: the others end after the timeout of the spec, with the code of a lost rank."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Compressed gradients: the same bits after a restart, an error that is part of the state, and a model that learns."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any

@@ -5,8 +5,6 @@ In double precision, the order of sums changes results by less than 1e-12 of the
 error.
 """
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Distillation: the divergence from a teacher of another shape, at every layout, and teachers that do not fit."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """`determinism: elastic`: the bits do not depend on the number of ranks, nor on when it changed."""
 
-from __future__ import annotations
-
 import gc
 from pathlib import Path
 from typing import Any

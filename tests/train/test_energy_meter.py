@@ -1,7 +1,5 @@
 """The accelerator metrics of a rank, read through the driver's real binding, or the reason why there are none."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """One step of the torch engine: the state after a step that is held back, and the reported loss of any layout."""
 
-from __future__ import annotations
-
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace

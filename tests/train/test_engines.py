@@ -1,7 +1,5 @@
 """Every engine resumes to the same bits, loads the state of every other engine, and computes the same steps."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """Mixtures of experts in training: one model at every layout, the same bits after a stop, and balanced experts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Export: from the pieces of a checkpoint to the Hugging Face layout, with the same bytes after any crash."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The switches of the families in every layout that they concern: two ranks compute what one computes."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

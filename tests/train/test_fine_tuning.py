@@ -2,8 +2,6 @@
 and exports load.
 """
 
-from __future__ import annotations
-
 import signal
 from itertools import chain
 from pathlib import Path

@@ -2,8 +2,6 @@
 the same arguments as an accelerator's kernel. Results of an accelerator are not tested here.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Frozen weights in bf16 and NF4: the values that are stored, what a step keeps, and what is exported."""
 
-from __future__ import annotations
-
 from itertools import chain
 from pathlib import Path
 from typing import Any

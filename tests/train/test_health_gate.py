@@ -1,7 +1,5 @@
 """The ranks of a run pass a health check before they train, if the spec or a previous failure requires it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """LAMB follows You et al. (2020), to the bit on one process, and the number of ranks does not affect its norms."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A model of 5 GB passes from its checkpoint to a registered version in a cgroup of 2 GiB, like a step's pod."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Tensor layouts: the parts of all ranks make up every tensor once, and each rank fills only its own part."""
 
-from __future__ import annotations
-
 import math
 from itertools import product
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The training loop over a session: its calls to the other parts."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 files that peft loads.
 """
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Iterator

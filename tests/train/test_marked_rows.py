@@ -2,8 +2,6 @@
 other.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from transformers import LlamaForCausalLM

@@ -7,8 +7,6 @@ at most the vocabulary here. A step starts from weights with the gradient errors
 sums of a forward and a backward pass. Therefore `bound` grows by twice that with every step.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`training.micro_batch: auto`: the trial, its record, and the run that follows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Muon: the iterations and the first step are those of torch.optim.Muon, and no layout or interruption shows."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

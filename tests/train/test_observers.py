@@ -1,7 +1,5 @@
 """The history of a run: complete at any speed of the saving thread, and small on ranks that do not write it."""
 
-from __future__ import annotations
-
 import json
 import sys
 import threading

@@ -2,8 +2,6 @@
 the math kernel. Skipped where torch sees no CUDA device.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path

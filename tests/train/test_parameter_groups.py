@@ -1,7 +1,5 @@
 """Parameter groups by name, and the average of the weights: at every layout, over interruptions."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from pathlib import Path
 from typing import Any

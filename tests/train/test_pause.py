@@ -1,7 +1,5 @@
 """A training that a search pauses and promotes: each budget is a prefix of the run made alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NoReturn
 

@@ -1,7 +1,5 @@
 """A run under another plan is refused by name. If a person requests it, it becomes a segment of the same run."""
 
-from __future__ import annotations
-
 import json
 from functools import partial
 from pathlib import Path

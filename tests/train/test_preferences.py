@@ -1,7 +1,5 @@
 """Preference optimization (DPO, ORPO, KTO): the losses of the papers, at every layout."""
 
-from __future__ import annotations
-
 import copy
 import math
 from pathlib import Path

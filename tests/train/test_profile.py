@@ -1,7 +1,5 @@
 """A profile of some steps is taken on request, reported once, and changes no bit."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Activation checkpointing: less memory, the same bits, in every engine."""
 
-from __future__ import annotations
-
 import shutil
 from itertools import product
 from pathlib import Path

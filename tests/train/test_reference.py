@@ -1,7 +1,5 @@
 """Every engine matches a plain loop of `torch.optim.AdamW`: losses, gradient norms and weights."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Replayed steps equal the run's record to the last bit, or the report names the first difference."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The replicas detect a rank with faulty hardware and report it before its bits reach a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The learning rate at every edge of every schedule."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Micro-batches dealt by measured speed: a slow rank computes fewer, and the bits are equal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The train step as a command: it trains once, for any number of repeated or concurrent calls."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Evaluation while training: training bits stay equal, and no kill, layout or replay changes a decision."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

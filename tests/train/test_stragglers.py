@@ -1,7 +1,5 @@
 """Straggler detection: which rank is slower than its peers, in which phase, and a real case in a real run."""
 
-from __future__ import annotations
-
 import math
 import os
 import random

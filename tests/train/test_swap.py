@@ -1,7 +1,5 @@
 """DeepSpeed's optimizer state and weights in files on a disk of the node, through its own asynchronous I/O."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Throughput: MFU by the stated formula, against a known peak and never against a guess."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

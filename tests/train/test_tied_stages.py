@@ -1,7 +1,5 @@
 """A tied embedding in a pipeline: two stages have a copy each, and all other code sees one matrix."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Saves keep to the upload rate of their host until a rank waits for them."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """One rank as a separate process: how it exits, and what it leaves in the store."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

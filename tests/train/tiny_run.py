@@ -1,7 +1,5 @@
 """A run small enough for many repetitions: a two-layer model on a synthetic dataset, and functions to start it."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

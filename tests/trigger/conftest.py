@@ -1,7 +1,5 @@
 """A champion that was really trained, evaluated and registered, and a way to ask for decisions about it."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The limits of a decision, where both outcomes are possible."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

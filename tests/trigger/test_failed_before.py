@@ -1,7 +1,5 @@
 """A schedule does not repeat a retraining at each firing if it fails for a permanent reason."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Data that is tokenized to measure a champion exists as long as it is needed, and no longer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

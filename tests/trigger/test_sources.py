@@ -1,7 +1,5 @@
 """New data is detected where it is: in a bucket, and in DVC's records. Nothing is downloaded for that."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

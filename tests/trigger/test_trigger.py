@@ -1,7 +1,5 @@
 """A retraining is due when one of its inputs changed, and never when it would produce the same model."""
 
-from __future__ import annotations
-
 import json
 import random
 import subprocess

@@ -1,7 +1,5 @@
 """Attacks of a client without a key on the ports of a run. No attack waits for an answer longer than `SECONDS`."""
 
-from __future__ import annotations
-
 import base64
 import pickle
 import random

@@ -4,8 +4,6 @@ FOLDER has `pipeline.yaml` and `arguments.json`; the outcomes of the steps are w
 pods are left out: their variables, the waits between retries, and the tasks that only enter artifacts for a UI.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Listening sockets of a run's processes, and the modes of their open files."""
 
-from __future__ import annotations
-
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator

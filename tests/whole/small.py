@@ -1,7 +1,5 @@
 """A corpus, a spec and helpers that run `holdfast run`, so small that the whole DAG takes seconds."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`holdfast` as a user of an engine on this machine calls it, and the state of the run."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

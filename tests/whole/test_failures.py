@@ -1,7 +1,5 @@
 """Output for the user when a step fails."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A corpus that several tasks tokenize, through the DAG on Argo and on KFP: to the byte, the dataset of one process."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

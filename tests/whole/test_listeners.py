@@ -1,8 +1,6 @@
 """The attacks work: each of them hurts an unprotected target. In test_whole_run.py they hit a run and have no
 effect."""
 
-from __future__ import annotations
-
 import base64
 import pickle
 from datetime import timedelta

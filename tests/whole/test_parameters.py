@@ -1,8 +1,6 @@
 """The compiled pipeline as the form of the KFP UI starts it, with one changed field, and again while it still runs.
 Its store is a bucket, as on a cluster."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

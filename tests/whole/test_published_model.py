@@ -1,7 +1,5 @@
 """A chat fine-tune of a published model: from its folder to a registered model that `transformers` loads."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

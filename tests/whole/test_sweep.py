@@ -1,8 +1,6 @@
 """A sweep on this machine: one dataset, one comparison, one registered model. It resumes, and repeated it returns
 its result."""
 
-from __future__ import annotations
-
 import json
 import signal
 import time

@@ -1,8 +1,6 @@
 """One run from raw text to a registered model, checked in every respect; and one that is interrupted and ends the
 same."""
 
-from __future__ import annotations
-
 import ipaddress
 import json
 import shutil

@@ -5,8 +5,6 @@ this client sends the new one every save without an outcome. If no agent starts,
 unreachable. If an agent is connected but silent for too long, they fail as for a hung process.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

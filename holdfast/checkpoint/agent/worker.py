@@ -2,8 +2,6 @@
 runs it, or threads of the rank where no agent runs.
 """
 
-from __future__ import annotations
-
 import logging
 import socket
 import threading

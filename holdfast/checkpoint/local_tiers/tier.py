@@ -4,8 +4,6 @@ A folder belongs to one life of a run: its name has the run id and a token of th
 deleted and begun anew therefore finds nothing of its former life.
 """
 
-from __future__ import annotations
-
 import fcntl
 import logging
 import os

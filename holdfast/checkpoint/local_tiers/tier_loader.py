@@ -7,8 +7,6 @@ piece is compared with its digest as it is read. Torn, missing or wrong copies a
 then, or the checkpoint in the store.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """The local tiers of an attempt: their folders, when they are due, and the step found in them."""
 
-from __future__ import annotations
-
 import logging
 import socket
 from collections.abc import Mapping

@@ -6,8 +6,6 @@ checkpoint needs. An attempt that claims meanwhile fences the collection off, as
 attempt.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

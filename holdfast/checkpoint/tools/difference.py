@@ -4,8 +4,6 @@ Equal digests prove equality without a read. Otherwise, pieces with the same dig
 This holds for any writers, because no layout changes the grid of pieces.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """The checkpoints of a run: what each cost, and why it is kept."""
 
-from __future__ import annotations
-
 import re
 from collections import defaultdict
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ The additive digest is computed anew from what was read. This also finds a check
 are not the state that was saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """`python -m holdfast.components.compare --spec S --dataset-id D --trials JSON`: compares the trials of a sweep."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

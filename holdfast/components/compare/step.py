@@ -4,8 +4,6 @@ The same trials give the same bytes in every comparison. A failed trial is liste
 other trials. Nothing is measured here: the train and evaluate steps do that.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Sequence

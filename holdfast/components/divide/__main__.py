@@ -1,7 +1,5 @@
 """`python -m holdfast.components.divide --spec SPEC`: divides the corpus of a spec among workers."""
 
-from __future__ import annotations
-
 import sys
 
 from holdfast.components.divide import run

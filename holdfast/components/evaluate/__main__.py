@@ -2,8 +2,6 @@
 blessed.
 """
 
-from __future__ import annotations
-
 import sys
 
 from holdfast.components.evaluate import run

@@ -4,8 +4,6 @@ A number that is not finite never blesses, under any settings. The same measurem
 `holdfast.scoring` measures.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

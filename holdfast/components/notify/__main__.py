@@ -1,7 +1,5 @@
 """`python -m holdfast.components.notify --status failed`: reports the outcome of a DAG. The exit code is always 0."""
 
-from __future__ import annotations
-
 import logging
 import os
 import sys

@@ -5,8 +5,6 @@ status counts only if they are silent. KFP gives the exit handler the state of a
 of a Workflow. Neither shows a verdict.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -4,8 +4,6 @@ A summary is always made: without a run, without a store, or with an unreadable 
 facts are left out and listed. The steps measure the numbers.
 """
 
-from __future__ import annotations
-
 import html
 import json
 import logging

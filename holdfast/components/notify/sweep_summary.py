@@ -4,8 +4,6 @@ As for `summary`, a summary is always made and never fails the DAG. A sweep with
 together with the results of the remaining trials.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Sequence

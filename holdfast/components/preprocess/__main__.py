@@ -1,7 +1,5 @@
 """`python -m holdfast.components.preprocess --spec SPEC`: prepares the dataset of a spec."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -4,8 +4,6 @@ It never fails the step. It creates the MLflow run under the same claim as train
 the one that training writes to.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """`python -m holdfast.components.register --spec S --run-id R`: registers the model of a finished, blessed run."""
 
-from __future__ import annotations
-
 import sys
 
 from holdfast.components.register import run

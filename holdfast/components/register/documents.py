@@ -4,8 +4,6 @@ Both have the facts of the lineage and the verdict, and no clock: registering th
 environment writes the same bytes.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import uuid

@@ -7,8 +7,6 @@
 No code of the user runs here, and no weights are copied.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

@@ -6,8 +6,6 @@ store, by number. Each champion was judged against the one that it replaces, if 
 of a dead process is applied by the next one.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ Parameters are max_tokens, temperature (0 takes the likeliest token) and seed. T
 same hardware.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

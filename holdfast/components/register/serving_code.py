@@ -4,8 +4,6 @@ The class is `registration.serve` of the spec, from the code that was registered
 folder of the verified export. Holdfast need not be installed.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`python -m holdfast.components.tokenise --spec SPEC --division NAME --share I/N`: tokenizes one share of a corpus."""
 
-from __future__ import annotations
-
 import sys
 
 from holdfast.components.tokenise import run

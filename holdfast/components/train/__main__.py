@@ -1,7 +1,5 @@
 """`python -m holdfast.components.train --spec SPEC --dataset-id D`: trains a run to its last step."""
 
-from __future__ import annotations
-
 import sys
 
 from holdfast.components.train import run, run_until

@@ -4,8 +4,6 @@ The recorded layout is that of the newest segment, or of the newest launch befor
 planner therefore does not change a run. `--replan` plans again.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any

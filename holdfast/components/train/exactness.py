@@ -4,8 +4,6 @@ One run makes some steps in one launch. Another one is stopped on the way, and r
 and plain values after the last step are compared.
 """
 
-from __future__ import annotations
-
 import logging
 import platform
 import time

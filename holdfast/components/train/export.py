@@ -9,8 +9,6 @@ It uses no disk: bytes stream from ranges of packs into the upload. A temporary 
 shard in the pod, and its bytes would be written twice.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial

@@ -1,7 +1,5 @@
 """Result of a finished training for the later steps: `runs/<run-id>/result.json`."""
 
-from __future__ import annotations
-
 from pydantic import BaseModel, ConfigDict
 
 from holdfast.spec.errors import MissingError

@@ -1,7 +1,5 @@
 """Training by a script: the gang, events and restarts of Holdfast's own loop, with the user's code in the ranks."""
 
-from __future__ import annotations
-
 import logging
 import time
 

@@ -5,8 +5,6 @@ committed metrics to MLflow. After the last save it exports the model and writes
 the gang runs.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import signal

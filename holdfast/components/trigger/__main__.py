@@ -2,8 +2,6 @@
 outcome.
 """
 
-from __future__ import annotations
-
 import sys
 
 from holdfast.components.trigger import run

@@ -5,8 +5,6 @@ first. The same question is measured once. The data and the scores come from the
 decides about, because a second implementation would diverge.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

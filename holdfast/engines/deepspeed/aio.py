@@ -5,8 +5,6 @@ was killed. Here the kernel releases the lock with the process, and a finished l
 rename. Nothing is compiled for an accelerator, because these operators do not touch its memory.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

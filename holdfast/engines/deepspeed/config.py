@@ -1,7 +1,5 @@
 """DeepSpeed's JSON configuration from the spec, for the engine and for `holdfast compile --target deepspeed`."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from holdfast.spec.parallel import Parallel

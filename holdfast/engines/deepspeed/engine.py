@@ -5,8 +5,6 @@ its own partitions, and only tensors that are about to compute are gathered. Nam
 engine, so a run can change engines at a checkpoint.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

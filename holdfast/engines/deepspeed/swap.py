@@ -4,8 +4,6 @@ Each live rank has one folder, and all data read back is verified. DeepSpeed wri
 reuses a few buffers for all files. Loading and saving need all state together, so they map the files into memory.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

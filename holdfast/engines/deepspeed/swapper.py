@@ -5,8 +5,6 @@ rank also computes with the buffer itself. Activation checkpointing would then s
 that was read next.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -4,8 +4,6 @@ The average has the layout of the weights and is part of the state. No operation
 so an element gets the same bits wherever a shard ends (see `lamb`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 import torch

@@ -4,8 +4,6 @@ Every rank changes them alike, because they depend on integers summed over all r
 and compared between the ranks of their stage like any shared tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

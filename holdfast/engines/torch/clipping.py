@@ -3,8 +3,6 @@
 Each function scales the gradients in place if their norm is above `limit`, and returns the norm before.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -9,8 +9,6 @@
   remaining elements are its error.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from typing import Any, Protocol

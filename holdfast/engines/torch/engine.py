@@ -4,8 +4,6 @@ Master weights and moments are fp32 at every precision. The order of sums is fix
 between layouts is in `accumulation`, `clipping` and `parallelize`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial

@@ -8,8 +8,6 @@ the order of each rank's tokens. See GShard (Lepikhin et al. 2020) and, without 
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case, as in `model.experts`
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn

@@ -5,8 +5,6 @@ bf16. A scale depends only on the tensor that it scales, so no state is saved. I
 nothing except values too small for fp8.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

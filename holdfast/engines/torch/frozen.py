@@ -1,7 +1,5 @@
 """Frozen models of an objective: the reference model and the teacher, in the layout of the trained model."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain

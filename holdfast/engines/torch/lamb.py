@@ -6,8 +6,6 @@ multiplication, because torch's kernels round it differently where a vector is n
 same bits wherever a shard ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain

@@ -4,8 +4,6 @@ With context parallelism a rank has a part of every row. The losses of tokens ar
 that adds up documents gets the losses of all positions on each rank, in the order of one process.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ same matrices of the same shapes, and no layout changes a bit. The momentum is s
 products no operation fuses an addition and a multiplication (see `lamb`).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

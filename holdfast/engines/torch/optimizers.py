@@ -1,8 +1,6 @@
 """Optimizers: torch's AdamW, LAMB, Muon, and those of user code. Their state exists from the start, and a tensor on the
 device can hold an update back."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """Optimizers of user code (`training.optimizer.build`): their state exists before the first step, by parameter name."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

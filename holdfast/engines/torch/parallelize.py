@@ -4,8 +4,6 @@ The decoder arrives on the meta device, so nothing is allocated before it is spl
 on this rank's device, with undefined weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The trained parameters of a rank: their canonical names, their layouts over all ranks, their gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from itertools import chain
 

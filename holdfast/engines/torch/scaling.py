@@ -6,8 +6,6 @@ Scales are powers of two, so both operations are exact. A step with overflowing 
 halved. After `growth_interval` steps without overflow it is doubled.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

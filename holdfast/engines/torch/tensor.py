@@ -8,8 +8,6 @@ Experts stay whole. Each rank sends the tokens of its sequence shard to them, an
 shards (`expert`). Experts have few columns, and one rank's columns would not be a run of the matrix's rows.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A copy of the model with whole weights on every rank, from the parts of all ranks in any layout."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import chain
 

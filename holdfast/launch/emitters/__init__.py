@@ -1,7 +1,5 @@
 """Emitters: the same job as an object of every scheduler that can run it. Pure functions that send nothing."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args

@@ -4,8 +4,6 @@ The pod runs under the restricted Pod Security Standard: not root, nothing writa
 capability, no API token. Restarts are left to the launcher: a pod never restarts itself.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Container, Mapping, Sequence
 from typing import Any

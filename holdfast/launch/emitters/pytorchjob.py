@@ -10,8 +10,6 @@ All pods are workers. With a master, the operator would add an init container th
 the security context that a restricted namespace requires, and has the wrong timeout.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from holdfast.launch.emitters.pod import Owner, command, kueue_labels, metadata, pod_template

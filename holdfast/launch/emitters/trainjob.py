@@ -3,8 +3,6 @@
 A TrainJob has few fields for its pods. The rest is in a TrainingRuntime that belongs to the job and has its name.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from holdfast.launch.emitters.pod import (

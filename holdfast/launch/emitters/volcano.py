@@ -4,8 +4,6 @@ gang.
 Unlike a PyTorchJob, it ends or restarts all pods when one of them fails.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from holdfast.launch.emitters.pod import Owner, command, metadata, pod_template, volcano_topology

@@ -3,8 +3,6 @@
 The error names the cause: the server itself, a webhook, a quota, a missing right, or a field.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ all (a quota, an admission policy, a missing account or volume), only the events
 queries them, and `classify_message` classifies their text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

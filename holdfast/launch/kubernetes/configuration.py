@@ -4,8 +4,6 @@ In a pod with a service account, it is the pod's own cluster, else that of the k
 that is named takes precedence.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Follower of one launch's job: its object, its pods and their output, until it has ended."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

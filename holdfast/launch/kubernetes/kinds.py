@@ -1,7 +1,5 @@
 """Kinds of job objects that the launcher can follow: their API resources, and how to read their state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal

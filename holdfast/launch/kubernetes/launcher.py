@@ -5,8 +5,6 @@ of a launch remains when the next launch starts. `Supervisor` owns the restart b
 are labeled, for schedulers and later jobs.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -7,8 +7,6 @@
 Clocks of two machines are never compared: only a change of the lease counts.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

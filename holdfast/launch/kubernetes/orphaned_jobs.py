@@ -5,8 +5,6 @@ pipeline, no owner reference removes it. A job that a living launcher follows is
 launcher belongs to: the run's lease is held meanwhile. Callers must know that their own pipeline has ended.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 No line appears twice, and none is missing that the node still has. The lines are for people; no code parses them.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import threading

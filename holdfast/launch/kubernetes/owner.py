@@ -4,8 +4,6 @@ A launcher's pod gets the same SIGTERM when a person ends the pipeline run and w
 (Argo's object, which a KFP run also is) shows which of the two it was.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ its version, and a forgotten version causes a new list. The thread waits for an 
 loop. Deleted objects are kept as they were last seen.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

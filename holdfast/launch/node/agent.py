@@ -5,8 +5,6 @@ agent itself; the node's wrapper forks it from the process that has torch import
 a rank.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import os

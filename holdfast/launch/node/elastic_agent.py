@@ -5,8 +5,6 @@ whose ranks only lost their peers meets the remaining nodes again and continues.
 leaves the gang to them. A new node is admitted once the ranks have saved and left.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

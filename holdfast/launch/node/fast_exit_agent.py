@@ -11,8 +11,6 @@ The checkpoint agent, which outlives the ranks, has all copies that were handed 
 incomplete copy with it, which makes no checkpoint.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import select

@@ -5,8 +5,6 @@ with the key of the launch, so a message from outside the launch is ignored. Eve
 nodes act on the same verdict, the first one. A node that reaches no other node decides alone.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -5,8 +5,6 @@ few steps within a step, minutes while it loads, compiles or saves. A rank that 
 gets many times as long, so a loaded machine causes no hang.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

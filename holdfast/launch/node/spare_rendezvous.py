@@ -8,8 +8,6 @@ No spare outlives the gang. A spare succeeds when the run is trained. It ends as
 the gang ended otherwise, or when the rendezvous store is gone.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 A reply is bounded in time and size. No proxy is used, and no redirection is followed. `spot_notice` acts on a notice.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

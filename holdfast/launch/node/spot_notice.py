@@ -5,8 +5,6 @@ that a drained node gets: the ranks of all nodes agree on a step, save it and le
 the restart costs nothing, and which node to avoid.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal

@@ -4,8 +4,6 @@ This needs neither Python's lock nor a reader of a pipe. `rank.hang_reporting` s
 threads, as the kernel reports it.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import signal

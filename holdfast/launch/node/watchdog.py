@@ -5,8 +5,6 @@ also sees a rank that is stopped, or stuck in C with Python's lock held. Time co
 CPU time, so a machine that sleeps or is overloaded causes no hang.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import select

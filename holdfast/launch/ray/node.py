@@ -4,8 +4,6 @@ A process dies with its worker, and so do the processes that it leads (see `laun
 silently, and does not know their children.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -4,8 +4,6 @@ Ray itself waits without limit for what no node can hold, and only its own log s
 within seconds, with what is needed and what the nodes have, and its limit is known.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 import time

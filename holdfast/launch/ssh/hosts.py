@@ -7,8 +7,6 @@
 The name may be an alias of the ssh configuration, which also holds the port, the user and the key.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -10,8 +10,6 @@ of its content (4 bytes, big endian), and the content. The first frame follows a
 cannot print: GREETING and a token of the launcher.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import select

@@ -5,8 +5,6 @@ promised, the backward is the faster one, whose sums have no order.
 """
 
 # ruff: noqa: N803 - shape suffixes are upper case
-from __future__ import annotations
-
 import itertools
 from functools import cache
 from typing import NamedTuple

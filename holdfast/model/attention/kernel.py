@@ -1,7 +1,5 @@
 """What the two kernels of attention have in common: the interface, its values, and the deterministic mode."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass

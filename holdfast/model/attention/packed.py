@@ -11,8 +11,6 @@ What no kernel computes is refused by name. The math kernel, which needs all sco
 """
 
 # ruff: noqa: N803, N806 - shape suffixes are upper case
-from __future__ import annotations
-
 from functools import lru_cache
 from typing import Any
 

@@ -7,8 +7,6 @@ threads do not matter.
 """
 
 # ruff: noqa: N803 - shape suffixes are upper case
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ They are begin, end and padding tokens, sampling settings and templates. Weights
 that name code, quantized weights or locations are not kept.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any

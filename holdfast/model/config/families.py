@@ -1,7 +1,5 @@
 """The config.json of each model family: its architecture, keys and defaults."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple

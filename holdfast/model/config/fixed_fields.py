@@ -1,7 +1,5 @@
 """The fields of a spec that weights determine."""
 
-from __future__ import annotations
-
 from holdfast.model.config.families import LATENT_KEYS
 from holdfast.spec.errors import Problem
 from holdfast.spec.model import ROPE_FIELDS, Model

@@ -3,8 +3,6 @@
 Settings that `transformers` would compute differently are refused by key.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Writer of the config.json of a model. The file loads in `transformers` as the family's class."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from holdfast.model.config.families import (

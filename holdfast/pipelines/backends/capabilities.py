@@ -1,7 +1,5 @@
 """What each backend can do. Callers ask for a capability, and never compare the name of a backend."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

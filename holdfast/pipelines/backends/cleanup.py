@@ -3,8 +3,6 @@
 The exit handler does the same (`components.notify.leftovers`) if it ran and had the rights.
 """
 
-from __future__ import annotations
-
 from holdfast.launch.kubernetes.client import Api
 from holdfast.launch.kubernetes.orphaned_jobs import end_orphaned_jobs
 from holdfast.pipelines.backends import capabilities_of

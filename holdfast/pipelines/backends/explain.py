@@ -4,8 +4,6 @@ An engine knows the state of a step. The store has the causes of failures and sk
 Raises nothing while the store is unavailable: the engine's list then stays as it is.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -5,8 +5,6 @@ by Holdfast's run id or its beginning, or by the name of its spec. Nothing is pr
 `holdfast.pipelines.table` and defines none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

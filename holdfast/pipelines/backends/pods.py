@@ -3,8 +3,6 @@
 Schedulers and priority classes are not covered: they belong to the training job, which the train step's launcher makes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from holdfast.launch.accelerators import ACCELERATORS, slice_resource, taint_of, training_image

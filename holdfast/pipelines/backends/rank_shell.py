@@ -3,8 +3,6 @@
 On the rank's node, `holdfast.runtime.rank_shell` gives it the rank's environment and working folder.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

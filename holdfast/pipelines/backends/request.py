@@ -1,7 +1,5 @@
 """Request to run a spec or sweep, and its names; identical for every backend."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import PurePosixPath

@@ -4,8 +4,6 @@ Linux allows no argument and no variable of 128 KiB or more (MAX_ARG_STRLEN). Ar
 template in one object, and etcd accepts 1.5 MiB per request. KFP passes all parameters of a step in one argument.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence

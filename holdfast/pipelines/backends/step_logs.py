@@ -4,8 +4,6 @@ The steps of all backends keep their logs in the store, live and after their pod
 The engine has the log of a step that died before it could write one.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 

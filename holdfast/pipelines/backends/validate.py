@@ -5,8 +5,6 @@ created. Otherwise the official schemas that come with Holdfast check them, as s
 own kinds, such as Job, have none. The result says which of the two was used.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ It requires root, or a kernel that allows user namespaces. The mount is invisibl
 process in the namespace, in any case.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

@@ -4,8 +4,6 @@ The command is repeated whenever it ends early, as a person or a pipeline would 
 trained that no earlier attempt reached. The next fault waits for that.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -4,8 +4,6 @@ A fault acts, lasts for its duration if it has one, and is undone. It returns a 
 had no target. The caller checks whether the run survives.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import os

@@ -4,8 +4,6 @@ moto checks the condition of a write and then writes, with a gap between. A lock
 real S3, so exactly one of many conditional writers wins.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterable

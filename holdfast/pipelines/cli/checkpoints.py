@@ -1,7 +1,5 @@
 """`holdfast checkpoints`: list, verify, compare, pin, collect, export and import checkpoints."""
 
-from __future__ import annotations
-
 import shlex
 from enum import StrEnum
 from typing import Annotated

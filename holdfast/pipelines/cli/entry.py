@@ -4,8 +4,6 @@ The start is quick: heavy imports happen only in the command that needs them. Ea
 and no traceback. The modules that it calls do the work.
 """
 
-from __future__ import annotations
-
 import errno
 import inspect
 import os

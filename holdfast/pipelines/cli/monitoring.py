@@ -1,7 +1,5 @@
 """Commands for a run while it trains: `watch`, `report` and `profile`, and `shell` in the place of a rank."""
 
-from __future__ import annotations
-
 import os
 import shlex
 import shutil

@@ -1,7 +1,5 @@
 """`holdfast validate`, `compile` and `trigger`, and for training scripts `holdfast init` and `holdfast verify`."""
 
-from __future__ import annotations
-
 import ast
 import json
 import re

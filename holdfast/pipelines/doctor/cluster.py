@@ -1,7 +1,5 @@
 """The cluster of a run, and checks of what it serves: API server, custom resources, settings, claims, controller."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

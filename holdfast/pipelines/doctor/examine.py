@@ -1,7 +1,5 @@
 """Order of the checks: the API server first, because the other checks of the cluster depend on it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import TypeVar

@@ -1,7 +1,5 @@
 """Findings, and their output for a person, a script and the shell."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field

@@ -1,7 +1,5 @@
 """Checks of rights: the service accounts of the steps, what they may do, and network policies."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit

@@ -1,7 +1,5 @@
 """Checks of a run's pods: admission, placement, quota, images and accelerators."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any

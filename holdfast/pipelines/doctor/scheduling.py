@@ -1,7 +1,5 @@
 """Checks of the scheduler that a spec names: gang scheduling, queues and priorities."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator

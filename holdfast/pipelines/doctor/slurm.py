@@ -1,7 +1,5 @@
 """Check that Slurm responds, has the partition of a spec, and sees the folders that its jobs need."""
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Iterator

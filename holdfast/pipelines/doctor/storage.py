@@ -1,7 +1,5 @@
 """Checks of the object store and of MLflow."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Iterator
 

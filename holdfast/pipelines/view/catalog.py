@@ -5,8 +5,6 @@ beginning of an id finds one run without reading other runs. An unreadable objec
 with the reason in `unreadable`.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Goodput ledger in the terminal: `holdfast show --ledger`, and its lines in `holdfast show`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.table import Table

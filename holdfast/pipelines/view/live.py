@@ -3,8 +3,6 @@
 Drawing is a pure function of the events; the command reads them.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence

@@ -1,7 +1,5 @@
 """Page of a training as a file on this machine, rewritten while it runs: `holdfast report`."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Wait for a requested profile, and the operations of its trace that took longest."""
 
-from __future__ import annotations
-
 import gzip
 import io
 import time

@@ -1,7 +1,5 @@
 """`holdfast rollouts`: the recorded answers of a step, as a table in the terminal or as a page."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

@@ -4,8 +4,6 @@ Python's parser reads the text, and only the few nodes below are evaluated. So n
 imported. A text has at most LONGEST characters.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 import operator

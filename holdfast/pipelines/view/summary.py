@@ -1,7 +1,5 @@
 """Summary of a run: the verdict and its reasons, figures, locations, and next commands."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator

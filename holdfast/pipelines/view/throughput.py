@@ -1,7 +1,5 @@
 """Training speed of a run as a few lines: the latest reported figures, and the shares of the step phases."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from holdfast.telemetry import Event

@@ -4,8 +4,6 @@ Every request needs a user name and a password (MLflow's app `basic-auth`). The 
 database address is on a command line, where `ps` would show it.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import secrets

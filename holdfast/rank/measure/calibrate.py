@@ -5,8 +5,6 @@ while all ranks compute, and whole steps of the engine. Rank 0 writes a `plannin
 leaves out every other message size, so that those sizes can test it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -4,8 +4,6 @@ Missing figures are not guessed but reported (`unknown`, `missing_metrics`). A m
 training. Nothing waits for the device, because NVML queries the driver.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ ascend. The trial ends with the first one that does not fit into memory, or that
 The weights are arbitrary and nothing is saved, so the training that follows begins as without a trial.
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import time

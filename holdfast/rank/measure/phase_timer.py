@@ -8,8 +8,6 @@ Phases are also ranges of a profiler: of torch's in a trace, and of NVTX for Nsi
 phase after `holdfast.`. No range begins unless a profiler is requested.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import resource

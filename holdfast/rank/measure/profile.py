@@ -4,8 +4,6 @@ Rank 0 polls for a request every few seconds, in a thread that no step waits for
 steps. The trace is written and uploaded while training continues. Profiles change no bit of the run.
 """
 
-from __future__ import annotations
-
 import gzip
 import logging
 import math

@@ -10,8 +10,6 @@ cores are slower alternately, which makes both high. Then a rank is reported onl
 baseline is short, a rank is reported only if it is slower by the same ratio in each window.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections import deque

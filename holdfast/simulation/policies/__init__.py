@@ -4,8 +4,6 @@ A policy keeps waiting tasks sorted and is called when time has passed. `POLICIE
 true length of a job, only its owner's estimate.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 

@@ -1,7 +1,5 @@
 """Removal of values that follow the name of a secret, in the notations of shells, JSON, YAML, code and headers."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

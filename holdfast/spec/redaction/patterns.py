@@ -1,7 +1,5 @@
 """Names of secrets, and patterns of secrets in texts, of names with their values, and of values that are no secrets."""
 
-from __future__ import annotations
-
 import re
 from functools import lru_cache
 

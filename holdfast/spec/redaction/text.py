@@ -1,7 +1,5 @@
 """Removal of secrets from texts, whole or in pieces, from JSON values, and of the values of secret variables."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterator, Mapping

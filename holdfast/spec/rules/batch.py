@@ -1,7 +1,5 @@
 """Rules of the batch: it divides over the ranks, and a ramp has whole increments."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from holdfast.spec.errors import Problem

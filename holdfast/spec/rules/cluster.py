@@ -1,7 +1,5 @@
 """Rules of `cluster` for the job: nodes, queue, accelerator, network and placement."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import suppress

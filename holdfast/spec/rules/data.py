@@ -1,7 +1,5 @@
 """Rules of `data`: sources, tokenizer, cleaning, shuffle and held-out text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from holdfast.spec.errors import Problem

@@ -1,7 +1,5 @@
 """Rules of the objective grpo: what it needs, and what it does not support."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from urllib.parse import urlsplit
 

@@ -1,7 +1,5 @@
 """Rules of `model`: its shape is possible, and `parallel` can split it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from holdfast.spec.errors import Problem

@@ -1,7 +1,5 @@
 """Rules of `training.objective`: it fits the data, the head, the weights and the layout. Rules of adapters."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 from holdfast.spec.errors import Problem

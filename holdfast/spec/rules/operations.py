@@ -5,8 +5,6 @@ that would fail later: an unsupported scheme, an unknown resource, an invalid cr
 covers the whole spec: no URL contains credentials.
 """
 
-from __future__ import annotations
-
 import ipaddress
 import re
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Rules of `parallel`: which ways of distributing a step over ranks can be combined."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import lcm
 

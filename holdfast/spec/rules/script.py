@@ -1,7 +1,5 @@
 """Rules of `train`: a training script, and what it leaves without use."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 

@@ -5,8 +5,6 @@ fields that the precision does not support. The accelerator's capability is not 
 starts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from holdfast.spec.errors import Problem

@@ -4,8 +4,6 @@ No credential reaches a message: only the error's code, its kind and a redacted 
 request is classified here, also those that botocore does not declare. The codes are a table below.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import ssl

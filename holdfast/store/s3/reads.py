@@ -1,7 +1,5 @@
 """Reading objects of a bucket: whole or by ranges, in parallel parts, all of one version; and listing them."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 from collections.abc import Iterator

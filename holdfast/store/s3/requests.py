@@ -4,8 +4,6 @@ again.
 botocore retries nothing. `errors` classifies failures.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

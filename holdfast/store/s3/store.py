@@ -5,8 +5,6 @@ when replies are lost. Lengths are verified. Retries are bounded and replace bot
 move in concurrent parts, each with its own deadline. `requests` handles connections, credentials and retries.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

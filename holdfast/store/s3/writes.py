@@ -5,8 +5,6 @@ The completion of an upload never carries a condition. Some servers honor condit
 (SeaweedFS 4.30 to 4.48).
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import functools

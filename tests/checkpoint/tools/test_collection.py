@@ -1,7 +1,5 @@
 """A manual collection removes what retention does not keep, and nothing that any attempt may need."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Checkpoints are compared to the bit, and only pieces that may differ are read."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

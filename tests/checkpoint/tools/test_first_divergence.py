@@ -1,7 +1,5 @@
 """The first divergence of two runs: the step from their histories, the tensor from the nearest checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

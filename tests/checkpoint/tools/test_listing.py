@@ -1,7 +1,5 @@
 """The facts that a listing shows of each checkpoint, and the rules that keep it."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.checkpoint import Retention, pin

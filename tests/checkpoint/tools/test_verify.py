@@ -1,7 +1,5 @@
 """Every byte of a checkpoint is read and checked, even if other processes change it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

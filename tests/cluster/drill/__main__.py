@@ -6,8 +6,6 @@ fault happens once, `--together` of them in a training; then several happen at r
 last state must be that of the first. The objects of the namespace must be those of before.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,8 +1,6 @@
 """The emulated cluster as a place for drills. It has a real API server where KUBEBUILDER_ASSETS names one. Its S3 is
 a real one behind a proxy that can go away, and its real MLflow server is killed and restarted."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

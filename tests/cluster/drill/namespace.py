@@ -1,8 +1,6 @@
 """A namespace of a real cluster as a place for drills. It needs only the Kubernetes API. Launchers are plain pods of
 the step's image, results are the last line of their logs, and faults are deletions."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import random

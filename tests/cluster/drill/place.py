@@ -1,7 +1,5 @@
 """The interface of a place where the drill runs trainings."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol

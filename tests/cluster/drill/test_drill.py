@@ -1,7 +1,5 @@
 """The drill itself, in a short run of what `python -m tests.cluster.drill` runs for any length."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The guarantees of emitted objects, one test each."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

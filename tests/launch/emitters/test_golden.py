@@ -3,8 +3,6 @@
 To accept a change: HOLDFAST_UPDATE_GOLDEN=1 pytest tests/launch/emitters/test_golden.py, and read the difference.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import get_args
 

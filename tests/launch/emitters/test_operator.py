@@ -1,8 +1,6 @@
 """The containers of a PyTorchJob complete their rendezvous: started here as processes, with the operator's
 variables."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

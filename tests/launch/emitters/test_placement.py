@@ -1,7 +1,5 @@
 """Placement and resources of a training job's pods, in every object that can contain them."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,7 +1,5 @@
 """An emulated cluster for each test, and helpers that define what its pods do."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

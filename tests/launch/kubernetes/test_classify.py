@@ -1,7 +1,5 @@
 """Every way a pod can end, or fail to start, gets its code, its message and its remedy."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.launch.kubernetes.classify import Symptom, cause_of, end_of, obstacle_of

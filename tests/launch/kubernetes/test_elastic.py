@@ -1,7 +1,5 @@
 """An elastic job on the emulated cluster, whose nodes take one pod each: a node is lost, and returns."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How each kind of job reports its state, and which node of the job a pod is."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.launch.kubernetes.client import Object

@@ -1,7 +1,5 @@
 """The launcher on an emulated cluster: how jobs end, who creates them, and what remains of them."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 

@@ -1,8 +1,6 @@
 """The exit handler of a pipeline ends what a killed launcher leaves, in any namespace. It does not touch a job that
 a living launcher follows."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import replace
 from pathlib import Path

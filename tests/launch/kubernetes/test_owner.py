@@ -1,7 +1,5 @@
 """Owner of a launcher's job: the Workflow that started it, not another one with the same name."""
 
-from __future__ import annotations
-
 from holdfast.launch.kubernetes.owner import find_own_pod, find_pipeline
 
 

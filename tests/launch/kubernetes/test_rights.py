@@ -1,7 +1,5 @@
 """The manifests grant exactly the permissions that the launcher uses in these tests; the server refuses any other."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The validator refuses what an API server would refuse or drop: each valid object is broken in one place."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

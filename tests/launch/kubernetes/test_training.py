@@ -1,7 +1,5 @@
 """A whole training on the emulated cluster: two nodes, torchrun, gloo, through the command that production runs."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Callable, Iterator

@@ -1,8 +1,6 @@
 """Pods that do not start: reported in the cluster's words within seconds, and waited for as long as the spec says.
 Also a queue that takes a job back and admits it again."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

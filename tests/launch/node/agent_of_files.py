@@ -1,8 +1,6 @@
 """An agent whose checkpoints are files in a folder, and a rank that hands saves to it. It replaces the store in the
 tests of how agent and ranks live and die."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 It writes one byte for each time that its agent has looked for waiting nodes, which interrupt the gang.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A rank of an elastic gang: it runs until it has to leave (SIGTERM), or until the test ends the run (SIGUSR1)."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

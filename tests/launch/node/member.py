@@ -2,8 +2,6 @@
 peer comes after the peer has begun. A rank that is alone exits with 0 if there were two before, and waits for the
 other one if not."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -2,8 +2,6 @@
 the next gang exit with the code in ENDS once the file `end` exists; on failure, the host's rank waits for `last`
 too."""
 
-from __future__ import annotations
-
 import os
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A node joins a running elastic gang: the gang is interrupted once, and forms again with all of its nodes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

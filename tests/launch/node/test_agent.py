@@ -1,7 +1,5 @@
 """Complete copies in shared memory are committed, whichever process dies; and a dead process leaves nothing."""
 
-from __future__ import annotations
-
 import math
 import os
 import signal

@@ -1,7 +1,5 @@
 """Two nodes of which one is enough: what the exit of one means for the other."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

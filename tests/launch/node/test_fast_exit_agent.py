@@ -1,7 +1,5 @@
 """A rank's exit is noticed immediately, and its peers do not stay."""
 
-from __future__ import annotations
-
 import errno
 import os
 import signal

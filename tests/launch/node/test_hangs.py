@@ -1,7 +1,5 @@
 """Hang detection from the state of ranks as a node's watchdog sees it: which rank hangs, and after how long."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.launch.node import hangs

@@ -1,7 +1,5 @@
 """Output of real ranks under a real torchrun: passed on, and kept in the store, also when ranks are killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Rendezvous of nodes: a stranger's data in their store is never executed, and does not replace their state."""
 
-from __future__ import annotations
-
 import base64
 import inspect
 import os

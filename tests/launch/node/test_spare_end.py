@@ -1,7 +1,5 @@
 """The end of a node that had a slot, lost it to a spare, and stands by while other nodes train the run."""
 
-from __future__ import annotations
-
 import pickle
 import threading
 from dataclasses import dataclass, field

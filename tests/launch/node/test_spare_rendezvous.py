@@ -1,7 +1,5 @@
 """Two slots and more nodes than that: which nodes join the gang, which stand by, and how each exits."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

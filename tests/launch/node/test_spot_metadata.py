@@ -1,7 +1,5 @@
 """Notices of three clouds about reclaimed machines, as their metadata services send them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime

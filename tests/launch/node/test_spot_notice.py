@@ -1,7 +1,5 @@
 """The watch on a cloud's metadata service: a notice becomes the signal that a drained node gets, and an event."""
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -1,7 +1,5 @@
 """A node's watchdog: what follows a hang is watched too, and the other nodes learn that its ranks have exited."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import signal

@@ -1,7 +1,5 @@
 """Reports and timeout while Ray has no room for a placement group; tests/ray runs a real Ray."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

@@ -8,8 +8,6 @@ r"""Text transformations of pipeline engines, written after their sources.
 - Ray (ray/_private/utils.py, update_envs), and the kubelet (`tests.cluster.container.expanded`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """A search on a cluster whose controller is killed while the second trial runs, and started again."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Backends state their capabilities, and no caller compares the name of a backend."""
 
-from __future__ import annotations
-
 import ast
 import re
 from dataclasses import fields

@@ -1,7 +1,5 @@
 """Details that the records of a run add to the rows of its engine, on every engine."""
 
-from __future__ import annotations
-
 from holdfast.pipelines.backends.explain import Known, explained
 from holdfast.pipelines.backends.interface import FAILED, NOT_BEGUN, RunStatus, StepStatus
 

@@ -1,7 +1,5 @@
 """`holdfast shell`: the command line for each backend from the records of a launch, and what is refused."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

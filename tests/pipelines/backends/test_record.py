@@ -1,7 +1,5 @@
 """A submission is found by every name of its run that a user has seen."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

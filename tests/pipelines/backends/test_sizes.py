@@ -1,7 +1,5 @@
 """A spec that an engine cannot pass on is refused with numbers before anything is sent; no other spec is refused."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """`holdfast logs`: the steps' lines from the store, on every backend, and missing lines from the engine."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace

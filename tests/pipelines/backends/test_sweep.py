@@ -3,8 +3,6 @@
 To accept a change: HOLDFAST_UPDATE_GOLDEN=1 pytest tests/pipelines/backends/test_sweep.py, and read the difference.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A sweep behind the common protocol: submitted under a separate name, followed trial by trial, found again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A user's text reaches the steps unchanged: every text field of the spec, on every engine."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

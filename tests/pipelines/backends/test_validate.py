@@ -1,7 +1,5 @@
 """Validation of objects before they are sent: which checks run, and against which server or schemas."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Effects of some faults on a process: its connections end, its clock changes."""
 
-from __future__ import annotations
-
 import os
 import random
 import socket

@@ -1,7 +1,5 @@
 """`holdfast chaos`: a schedule by seed, faults that the run survives, and a reported difference."""
 
-from __future__ import annotations
-
 import json
 import sys
 import time

@@ -1,7 +1,5 @@
 """`holdfast checkpoints`: the output and the exit code of each command."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Guarantees of the command line to users and scripts: messages, exit codes, and a fast start."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

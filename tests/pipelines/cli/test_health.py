@@ -1,7 +1,5 @@
 """`holdfast health`, with real ranks on this machine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Output of the command: into pipes whose reader leaves, closed streams, other encodings and terminals."""
 
-from __future__ import annotations
-
 import io
 import os
 import pty

@@ -1,7 +1,5 @@
 """The commands about runs: they find the backend, print JSON for scripts, and import nothing heavy."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A cluster for `holdfast doctor`: an API server over HTTP, healthy until a test removes something."""
 
-from __future__ import annotations
-
 import copy
 import json
 import threading

@@ -1,7 +1,5 @@
 """The cluster that the doctor examines."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

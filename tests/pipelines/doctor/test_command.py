@@ -1,7 +1,5 @@
 """The doctor command: its exit code, and places that are unreachable or break their guarantees."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Findings about a namespace: permissions, accounts, settings, quotas, policies, images, and admission."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

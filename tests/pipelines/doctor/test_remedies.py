@@ -1,8 +1,6 @@
 """The doctor's advice names existing files, pages, commands, options and spec fields. It gives no advice about what
 the spec does not use."""
 
-from __future__ import annotations
-
 import ast
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Findings about scheduling: APIs, operators, queues and places for ranks, each of them missing once."""
 
-from __future__ import annotations
-
 import json
 import re
 

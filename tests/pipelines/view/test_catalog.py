@@ -1,7 +1,5 @@
 """The runs of a store: an unreadable run hides no other, and many runs cost few requests."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

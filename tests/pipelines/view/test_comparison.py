@@ -1,7 +1,5 @@
 """The comparison of a sweep on the terminal."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The screen of `holdfast watch`: the content of all events, and nothing else."""
 
-from __future__ import annotations
-
 import pytest
 from rich.console import Console, RenderableType
 

@@ -1,7 +1,5 @@
 """The page of a training as a file: it grows during the run, and makes browsers reload it until the run ends."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Waiting for a profile ends: with its trace, with the run, or after a silence."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import threading

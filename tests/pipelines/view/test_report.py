@@ -1,7 +1,5 @@
 """The page of one run in the terminal."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tags, conditions on runs and the page that compares them, on records in a real store."""
 
-from __future__ import annotations
-
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Terminal output of a running pipeline."""
 
-from __future__ import annotations
-
 import io
 import math
 

@@ -1,7 +1,5 @@
 """The timeline of a run in `holdfast show`."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

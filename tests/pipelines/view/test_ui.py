@@ -1,7 +1,5 @@
 """MLflow's UI, as `holdfast ui` serves it."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

@@ -7,8 +7,6 @@ The files of this folder are facts from other projects, all under the Apache Lic
 tests.reduce_schemas` writes them.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 from pathlib import Path

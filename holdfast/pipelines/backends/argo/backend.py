@@ -4,8 +4,6 @@ A Workflow is named after the run, and the API server accepts a name once. So co
 repeated after a lost response, make one Workflow. A new Workflow with the next number follows a failed one.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Iterator, Sequence

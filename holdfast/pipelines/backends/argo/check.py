@@ -4,8 +4,6 @@ Reports one sentence for each missing template, task, parameter, artifact, volum
 form of the objects.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -4,8 +4,6 @@ A create request may be lost, or its response. So a cluster is noted in the stor
 removed when the cluster refuses. A noted cluster that does not answer may have the run, and then no other one gets it.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 The same spec gives the same bytes, and the objects have passed `check`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from hera.workflows import DAG, CronWorkflow, Parameter, Task, WorkflowTemplate

@@ -3,8 +3,6 @@
 The pods meet the restricted Pod Security Standard, like those of the training job.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 It has two entrypoints: `train`, the DAG itself, and `retrain`, which first checks whether a retraining is due.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from typing import Any

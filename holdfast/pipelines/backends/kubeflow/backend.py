@@ -1,7 +1,5 @@
 """Kubeflow Pipelines as a backend (`holdfast.pipelines.backends.interface`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any

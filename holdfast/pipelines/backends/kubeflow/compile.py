@@ -5,8 +5,6 @@ repeats the defaults in a comment, and a spec with several lines breaks out of t
 file, with multi-line texts as readable blocks.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from pathlib import Path

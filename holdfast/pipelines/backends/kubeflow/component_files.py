@@ -4,8 +4,6 @@
 can load a `component.yaml` with `kfp.components.load_component_from_file`. A test compares the files with the table.
 """
 
-from __future__ import annotations
-
 import linecache
 import tempfile
 from collections.abc import Sequence

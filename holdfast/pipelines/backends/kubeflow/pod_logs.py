@@ -5,8 +5,6 @@ finds an archived log by the node, and a live pod, if at all, by its name. Witho
 `error_message`.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial

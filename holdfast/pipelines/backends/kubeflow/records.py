@@ -4,8 +4,6 @@ Kubernetes' messages about pods that do not start.
 Each source has a time limit, and an unavailable one hides nothing of the rest.
 """
 
-from __future__ import annotations
-
 import logging
 import re
 import time

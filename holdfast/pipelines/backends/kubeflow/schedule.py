@@ -5,8 +5,6 @@ creates the new one, and deletes the old one only when none of its runs is activ
 next call. After an interruption at any point, at most one is enabled, and the next call repairs the rest.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress

@@ -3,8 +3,6 @@
 The same file runs on a cluster and, with `holdfast run`, on one machine.
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 from collections.abc import Callable, Sequence

@@ -3,8 +3,6 @@
 A run is named by KFP's id or Holdfast's run id, by the beginning of either, or by the name that the UI shows.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator

@@ -4,8 +4,6 @@ A finished run is shown from the store, and nothing starts. A signal reaches the
 command ends with the exit code of the failed step and its reason.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

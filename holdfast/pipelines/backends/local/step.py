@@ -3,8 +3,6 @@
 It gets SIGTERM when the process that started it dies, saves and exits. The step's command line does the rest.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

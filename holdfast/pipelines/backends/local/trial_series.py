@@ -4,8 +4,6 @@ A sweep is shown from the store if its comparison has all trials and its best mo
 that was interrupted, or that has failed trials, resumes: trained or judged work is not repeated.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from dataclasses import replace

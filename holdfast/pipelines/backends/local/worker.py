@@ -6,8 +6,6 @@ save and exit, and the exit handler runs. If this process is killed, the kernel 
 terminal and the summary, and `holdfast.pipelines.runner` the order of the steps.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import json

@@ -4,8 +4,6 @@ A run is a job of the Ray Jobs API, named after the run and a number. Ray refuse
 concurrent submissions of the same request make one job.
 """
 
-from __future__ import annotations
-
 import re
 import time
 from collections.abc import Iterator, Sequence

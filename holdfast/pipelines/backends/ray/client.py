@@ -3,8 +3,6 @@
 A cluster that does not respond raises ClusterUnreachableError. A refused request raises SpecError with Ray's message.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

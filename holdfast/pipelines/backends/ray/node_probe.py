@@ -5,8 +5,6 @@ when nodes fail. It takes as long as the slowest node, at most SECONDS. The task
 cluster responds too.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -4,8 +4,6 @@ Like those of the training job, its pods meet the restricted Pod Security Standa
 secrets, and have no API token. KubeRay sets the command of a pod, its probes and the container that waits for the head.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace

@@ -3,8 +3,6 @@
 The process is killed with the process that started it, like torchrun. The step's command line does the rest.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A step as a Ray task, on any node with free resources."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Sequence

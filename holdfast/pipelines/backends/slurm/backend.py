@@ -4,8 +4,6 @@ A run is a chain of batch jobs, one for each step, connected by dependencies. Jo
 `singleton` runs jobs with one name one after another: two submissions of the same request never train concurrently.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence

@@ -1,7 +1,5 @@
 """States of Slurm jobs as states of the backend protocol, and as messages for people."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -5,8 +5,6 @@ the job back into the queue. A training that was preempted and has saved always 
 `cluster.deadline_hours` are over. The step's command line does the work.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging

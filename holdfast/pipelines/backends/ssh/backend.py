@@ -3,8 +3,6 @@
 The rest is as on this machine alone (`holdfast.pipelines.backends.local`). `holdfast.launch.ssh` starts the gang.
 """
 
-from __future__ import annotations
-
 import shlex
 import sys
 from collections.abc import Sequence

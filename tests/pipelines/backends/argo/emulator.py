@@ -5,8 +5,6 @@ outputs from files, evaluates `when` and `retryStrategy.expression`, and always 
 backoffs are recorded, not slept.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Argo behind the common protocol, on an API server over HTTP: submitted once, followed, stopped, and resumed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The check finds every dangling reference: valid objects are broken in one place each."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

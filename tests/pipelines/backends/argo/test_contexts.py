@@ -1,7 +1,5 @@
 """A run goes to the first context whose cluster takes it, once, and is found there again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The emitted templates run from raw text to a registered model, and only when something changed."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A training script, and functions of a user, in the emitted templates: killed, and resumed with the same bits."""
 
-from __future__ import annotations
-
 import threading
 from contextlib import suppress
 from pathlib import Path

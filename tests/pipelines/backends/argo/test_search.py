@@ -1,7 +1,5 @@
 """A search whose trials are Workflows: its controller is killed once; the best trial equals the run alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

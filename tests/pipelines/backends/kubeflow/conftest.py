@@ -1,7 +1,5 @@
 """A fake KFP server, a connection to it, and a spec without external data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

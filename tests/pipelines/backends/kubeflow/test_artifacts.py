@@ -1,7 +1,5 @@
 """The dataset and the model as KFP artifacts: the compiled importers run and enter them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

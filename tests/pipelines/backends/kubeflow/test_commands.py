@@ -1,7 +1,5 @@
 """The commands as a user types them: their output, and the exit code that a script reads."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -4,8 +4,6 @@ To accept a change: HOLDFAST_UPDATE_GOLDEN=1 pytest tests/pipelines/backends/kub
 and read the difference in Git.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

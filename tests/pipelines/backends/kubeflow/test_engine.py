@@ -1,7 +1,5 @@
 """Retries of the engine below Kubeflow, read from its controller's configuration."""
 
-from __future__ import annotations
-
 import pytest
 
 from holdfast.pipelines.doctor.cluster import EngineRetries, engine_retries

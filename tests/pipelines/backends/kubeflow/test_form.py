@@ -4,8 +4,6 @@ The values that the forms send follow kubeflow/pipelines 2.17: frontend/src/page
 frontend/src/lib/NewRunParametersUtils.ts (`convertInput`).
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The task list of a real KFP server: which rows are valid, and which nodes are the pods of a step."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """The log of a step's pod, as the recorded server returns it. An error is not a log, and a live pod is found by its
 name."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """One schedule for each pipeline: never two at the same time, and no run killed, wherever its change is interrupted."""
 
-from __future__ import annotations
-
 import re
 from contextlib import suppress
 

@@ -4,8 +4,6 @@ A KFP API server of `tests/kubeflow_server.py` takes the requests of KFP's clien
 it was given, with the parameters of the runs.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Output of `status` for a run, on answers of a real server: one row for each node, with reasons."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path

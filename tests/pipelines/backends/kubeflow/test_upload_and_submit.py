@@ -1,8 +1,6 @@
 """A pipeline is uploaded once for each content, and a plan is run once, even if requests are lost, repeated or
 concurrent."""
 
-from __future__ import annotations
-
 import re
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """State, logs and cancellation of a run."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,8 +1,6 @@
 """Runs of this machine behind the common protocol: a process that is distinguished from a later one with its number,
 and its log."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -1,7 +1,5 @@
 """A step whose pipeline was killed has time to save and exit, unless the user interrupts the wait."""
 
-from __future__ import annotations
-
 import io
 import signal
 import subprocess

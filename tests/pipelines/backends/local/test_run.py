@@ -1,7 +1,5 @@
 """Answers of `holdfast run` from the store alone."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

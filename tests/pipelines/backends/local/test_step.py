@@ -1,7 +1,5 @@
 """A step of this machine is a process: its output, its code, its result, and its end without its worker."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

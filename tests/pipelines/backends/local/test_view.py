@@ -1,7 +1,5 @@
 """The terminal of a local run shows the content of events, and nothing from a log."""
 
-from __future__ import annotations
-
 import io
 import os
 from pathlib import Path

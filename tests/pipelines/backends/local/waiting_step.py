@@ -1,7 +1,5 @@
 """A step of this machine that waits for a shutdown signal, and reports it in the file that LEFT names."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

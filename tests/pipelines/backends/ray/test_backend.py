@@ -1,7 +1,5 @@
 """Requests to Ray, and the meaning of its answers; tests/ray runs a real Ray."""
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The doctor's findings about the nodes of a Ray; tests/ray queries a real one."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

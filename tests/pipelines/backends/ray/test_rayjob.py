@@ -4,8 +4,6 @@ It is checked against the schema of ray-project/kuberay: ray-operator/config/crd
 against the rules beyond the schema in ray-operator/controllers/ray/utils/validation.go.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Status of a chain whose first jobs Slurm has forgotten, as a Slurm without accounting does during the training."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

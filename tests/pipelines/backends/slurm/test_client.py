@@ -1,7 +1,5 @@
 """Answers of Slurm's commands where no Slurm runs."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

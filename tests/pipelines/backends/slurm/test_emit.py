@@ -1,7 +1,5 @@
 """The DAG as batch jobs: the arguments of sbatch, and the content of the scripts."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

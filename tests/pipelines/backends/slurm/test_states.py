@@ -1,7 +1,5 @@
 """Slurm's states as those of the common protocol, and as sentences."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

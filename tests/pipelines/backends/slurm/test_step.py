@@ -1,7 +1,5 @@
 """The exit of a step in its batch job that must shut down before its work began."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
