@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter, ValidationError
 from torch.distributed import distributed_c10d
 
 from holdfast.spec.errors import DataError, ExitCode, HoldfastError, HungError, LostPeerError, error_named
@@ -149,10 +149,8 @@ class Gang:
         return PendingValues(all_of_them, dist.all_gather(all_of_them, own, group=self._group, async_op=True))
 
 
-class _Failure(BaseModel):
+class _Failure(BaseModel, extra="forbid"):
     """A HoldfastError in transit to the other ranks."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     words: str

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from holdfast.checkpoint.catalogue import TensorInfo, require_shape
 from holdfast.checkpoint.root import root_body, root_bytes
@@ -21,8 +21,8 @@ from holdfast.spec.plan import Segment
 _DIGEST = r"^[0-9a-f]{32}$"
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class _Record(BaseModel, extra="forbid", frozen=True):
+    """A part of a manifest."""
 
 
 class Base(_Record):

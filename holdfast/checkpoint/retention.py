@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat, ValidationError
+from pydantic import BaseModel, FiniteFloat, ValidationError
 
 from holdfast.checkpoint.lineage import require_counting
 from holdfast.checkpoint.root import Root, checkpoint_times, root_data, root_of
@@ -92,10 +92,8 @@ class Pin:
     created: float = 0.0  # Unix seconds
 
 
-class PinRecord(BaseModel):
+class PinRecord(BaseModel, frozen=True):
     """A pin as it is stored."""
-
-    model_config = ConfigDict(frozen=True)
 
     reason: str
     created: FiniteFloat

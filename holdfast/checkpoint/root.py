@@ -10,7 +10,7 @@ import re
 from typing import Any
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store, layout
@@ -24,10 +24,8 @@ class UnfitError(DataError):
     """An intact checkpoint that cannot be used here. It is never quarantined."""
 
 
-class Root(BaseModel):
+class Root(BaseModel, frozen=True):
     """The part of a root that identifies the checkpoint and its run."""
-
-    model_config = ConfigDict(frozen=True)
 
     run_id: str
     step: int = Field(ge=0)

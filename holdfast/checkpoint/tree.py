@@ -14,7 +14,7 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from holdfast.checkpoint.box import TensorBox
 from holdfast.checkpoint.catalogue import Catalogue, catalogue_bytes, catalogue_from_bytes, merged
@@ -37,19 +37,15 @@ FANOUT = 32
 Span = tuple[int, int, int, int]  # first row, row after the last, first column, column after the last
 
 
-class Reach(BaseModel):
+class Reach(BaseModel, extra="forbid", frozen=True):
     """The tensors that a child may hold a part of, over the catalogue of its parent."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     tensors: str = Field(pattern=r"^([0-9a-f]{2})*$")  # a bit for each, in the order of names, lowest bit first
     spans: tuple[Span | None, ...]  # for each distinct shape, in order
 
 
-class Entry(BaseModel):
+class Entry(BaseModel, extra="forbid", frozen=True):
     """A parent's record of a child."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^[0-9]{6,}-[0-9]{9,}/(node-[0-9]{1,2}-)?[0-9]{5,}\.idx$")
     size: int = Field(ge=0)  # bytes

@@ -22,7 +22,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from holdfast.code.packages import LOCK_FILE, locked_packages, require_packages
 from holdfast.runtime.environment import cache_dir, make_folder
@@ -77,10 +77,8 @@ class Bundle:
         return digest_of(self.data)
 
 
-class _Entry(BaseModel):
+class _Entry(BaseModel, extra="forbid", frozen=True, strict=True):
     """A file in the listing of a bundle."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     path: str
     size: int = Field(ge=0)
@@ -88,10 +86,8 @@ class _Entry(BaseModel):
     digest: str
 
 
-class _Listing(BaseModel):
+class _Listing(BaseModel, extra="forbid", frozen=True, strict=True):
     """The first line of a bundle."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     version: int
     files: list[_Entry]

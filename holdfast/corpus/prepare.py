@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from holdfast.corpus.identity import dataset_settings, identity_of, sample_tokens
 from holdfast.corpus.own import enter_own_code
@@ -37,10 +37,8 @@ FINISHED = "finished"
 SHARE_BYTES = 2**30  # bytes of the sources per share, unless that makes too few or too many shares
 
 
-class Prepared(BaseModel):
+class Prepared(BaseModel, frozen=True):
     """The result of preprocess, with a new or an existing dataset."""
-
-    model_config = ConfigDict(frozen=True)
 
     dataset_id: str
     url: str  # of dataset.json
@@ -57,10 +55,8 @@ class Prepared(BaseModel):
     seconds: float
 
 
-class Divided(BaseModel):
+class Divided(BaseModel, frozen=True):
     """The result of divide: how to share the work on a dataset."""
-
-    model_config = ConfigDict(frozen=True)
 
     dataset_id: str
     division: str  # the name of the units' list in the store, or FINISHED: the dataset already exists
@@ -69,10 +65,8 @@ class Divided(BaseModel):
     bytes: int  # of the sources, as stored
 
 
-class Tokenised(BaseModel):
+class Tokenised(BaseModel, frozen=True):
     """The result of one worker."""
-
-    model_config = ConfigDict(frozen=True)
 
     share: str
     units: int

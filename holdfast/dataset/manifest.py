@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store, layout
@@ -22,10 +22,8 @@ Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, lt=2**62)]
 
 
-class Entry(BaseModel):
+class Entry(BaseModel, extra="forbid", frozen=True):
     """A part of the manifest: strict and frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Shard(Entry):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from holdfast.engines.grid import Grid
 from holdfast.spec import Spec
@@ -24,10 +24,8 @@ from holdfast.spec.rules.objective import objective_name
 from holdfast.spec.training import ObjectiveName, Training
 
 
-class Assignment(BaseModel):
+class Assignment(BaseModel, extra="forbid", frozen=True):
     """One run as its ranks see it. Each field comes from the spec."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     run_id: str
     dataset_id: str

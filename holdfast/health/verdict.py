@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median, median_high
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from holdfast.planning.hardware import by_device
 
@@ -22,8 +22,8 @@ Severity = Literal["failed", "warned"]
 Probe = Literal["arithmetic", "compute", "memory", "link", "disk", "store", "clock", "counters", "versions"]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+class _Record(BaseModel, frozen=True, extra="ignore"):
+    """A part of a verdict."""
 
 
 class Measured(_Record):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic import BaseModel, Field, StringConstraints, field_validator, model_validator
 
 MOST_MESSAGES = 4096
 MOST_CHOICES = 16
@@ -32,10 +32,8 @@ class StreamOptions(BaseModel):
     include_usage: bool | None = None
 
 
-class AnswerRequest(BaseModel):
+class AnswerRequest(BaseModel, extra="allow", frozen=True):
     """The fields that both kinds of requests share."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     model: str = Field(max_length=500)
     max_tokens: int | None = Field(None, ge=1)
@@ -73,10 +71,8 @@ class TextPart(BaseModel):
     text: str
 
 
-class Message(BaseModel):
+class Message(BaseModel, extra="allow", frozen=True):
     """A message of a conversation. Fields that a template may read, such as `tool_calls`, are passed to it."""
-
-    model_config = ConfigDict(extra="allow", frozen=True)
 
     role: str = Field(min_length=1, max_length=64)
     content: str | tuple[TextPart, ...] | None = None

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from holdfast.runtime.exits import code_of
 from holdfast.runtime.secrets import redact
@@ -27,10 +27,8 @@ FILE_VARIABLE = "HOLDFAST_EXIT_REPORT"  # read by the process that started torch
 _LEFT = ".left"  # suffix of the record of a rank that was running when another one died
 
 
-class RankExit(BaseModel):
+class RankExit(BaseModel, frozen=True):
     """One process of a rank, and how it ended."""
-
-    model_config = ConfigDict(frozen=True)
 
     rank: int
     local_rank: int
@@ -43,10 +41,8 @@ class RankExit(BaseModel):
     blames_node: bool = False  # whether the rank found that its own node is the cause
 
 
-class NodeExit(BaseModel):
+class NodeExit(BaseModel, frozen=True):
     """How the ranks of one node ended, as the launcher receives it."""
-
-    model_config = ConfigDict(frozen=True)
 
     code: int  # the root cause
     node: str
@@ -62,10 +58,8 @@ class NodeExit(BaseModel):
         return next(iter([*matching, *(rank for rank in self.ranks if rank.code is None)]), None)
 
 
-class LaunchExit(BaseModel):
+class LaunchExit(BaseModel, frozen=True):
     """How a launch ended, as its launcher stores it for the next launch."""
-
-    model_config = ConfigDict(frozen=True)
 
     code: int | None = None
     detail: str = ""

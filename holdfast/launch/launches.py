@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat
+from pydantic import BaseModel, FiniteFloat
 
 from holdfast.launch.exits import LaunchExit
 from holdfast.launch.node.spot_notice import RECENT, reclaims
@@ -34,10 +34,8 @@ RECENT_LAUNCHES = 100  # launches whose endings the next launch considers
 BLAMES_TO_EXCLUDE = 2  # launches that a node may fail before the next ones avoid it
 
 
-class LaunchRecord(BaseModel):
+class LaunchRecord(BaseModel, frozen=True):
     """A launch, as it was claimed."""
-
-    model_config = ConfigDict(frozen=True)
 
     host: str = ""  # of the launcher
     pid: int = 0

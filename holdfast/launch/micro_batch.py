@@ -6,7 +6,7 @@ candidate that ended the processes of a trial is not tried again.
 
 import logging
 
-from pydantic import BaseModel, ConfigDict, FiniteFloat
+from pydantic import BaseModel, FiniteFloat
 
 from holdfast.checkpoint import newest_segments
 from holdfast.launch.launches import read_exit
@@ -24,10 +24,8 @@ SIZE = "training.micro_batch"
 STOPPED = (ExitCode.PREEMPTED, ExitCode.TERMINATED, ExitCode.INTERRUPTED)  # ends that say nothing about a candidate
 
 
-class MicroBatchChoice(BaseModel):
+class MicroBatchChoice(BaseModel, extra="forbid", frozen=True):
     """The micro-batch of a run under one layout, and what was measured."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     micro_batch: int
     seconds: dict[int, FiniteFloat]  # of a step, by micro-batch

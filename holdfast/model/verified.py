@@ -10,7 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from holdfast.model.files import Files
 from holdfast.spec.errors import DataError, MissingError
@@ -22,10 +22,8 @@ _DIGEST_BYTES = 16
 REMEDY = "delete that file and run the spec again: train writes it anew"
 
 
-class FileRecord(BaseModel):
+class FileRecord(BaseModel, frozen=True):
     """The record of one file of an export."""
-
-    model_config = ConfigDict(frozen=True)
 
     size: int = Field(ge=0)  # bytes
     blocks: tuple[str, ...]  # digests of BLOCK_BYTES each, in hexadecimal
@@ -37,10 +35,8 @@ class FileRecord(BaseModel):
         return blake3(bytes.fromhex("".join(self.blocks))).hexdigest()[: 2 * _DIGEST_BYTES]
 
 
-class ExportRecord(BaseModel):
+class ExportRecord(BaseModel, frozen=True):
     """`runs/<run-id>/export/step-N-<state digest>.json`: the files of an export."""
-
-    model_config = ConfigDict(frozen=True)
 
     state_digest: str
     files: dict[str, FileRecord]

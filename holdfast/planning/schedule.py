@@ -6,7 +6,7 @@ schedule ZB-H1 (Qi 2024), which computes weight gradients where other schedules 
 
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from holdfast.planning.layout import Layout
 
@@ -107,10 +107,8 @@ def _rows(layout: Layout, micro_batches: int, stages: int, columns: Sequence[int
 # Assignment of layers to pipeline stages: the split that minimizes the most expensive stage, in any unit of cost.
 
 
-class StageCosts(BaseModel):
+class StageCosts(BaseModel, extra="forbid", frozen=True):
     """Seconds per micro-batch, forward and backward, measured on one device."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     device: str
     embedding: float

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.json_parsing import parse_json
@@ -26,10 +26,8 @@ MAX_BYTES = 64 * 2**20  # of a record
 REMEDY = "delete it, and the run generates these answers again"
 
 
-class RecordPart(BaseModel):
+class RecordPart(BaseModel, extra="forbid", frozen=True):
     """A part of a record, without unknown fields."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 class Answer(RecordPart):

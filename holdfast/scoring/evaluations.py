@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from holdfast.scoring.verdict import TaskScore
 from holdfast.spec.errors import MissingError
@@ -12,10 +12,8 @@ from holdfast.store.json_reading import read_json
 BEST = "best"  # the holder of the best checkpoint's pin
 
 
-class StepScores(BaseModel):
+class StepScores(BaseModel, frozen=True):
     """The scores of one checkpoint: `runs/<run-id>/scores/step-N.json`."""
-
-    model_config = ConfigDict(frozen=True)
 
     step: int
     state_digest: str  # of the checkpoint

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from holdfast.spec.identity import GENERATOR_VERSION, digest
 from holdfast.spec.operations import Evaluation, Task
@@ -21,10 +21,8 @@ if TYPE_CHECKING:
 # Metrics of a model on held-out text. Needs no torch.
 
 
-class Record(BaseModel):
+class Record(BaseModel, frozen=True, ser_json_inf_nan="strings"):
     """A frozen model that writes NaN and infinity to JSON as strings."""
-
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
 
 class TaskScore(Record):

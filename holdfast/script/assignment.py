@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from holdfast.spec import Spec
 from holdfast.spec.checkpoint import Checkpoint
@@ -19,10 +19,8 @@ from holdfast.spec.operations import Telemetry
 from holdfast.spec.training import Anomalies
 
 
-class ScriptAssignment(BaseModel):
+class ScriptAssignment(BaseModel, extra="forbid", frozen=True):
     """One run of a script as its ranks see it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Literal["script"] = "script"
     run_id: str

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from holdfast.model.hub import SCHEME, Kind, fetch_files, is_hub, parse_place, repository_files
 from holdfast.runtime.environment import cache_dir, make_folder
@@ -54,10 +54,8 @@ class _InputListing:
         return blake3("".join(lines).encode(errors="surrogateescape")).hexdigest()
 
 
-class InputPlace(BaseModel):
+class InputPlace(BaseModel, extra="forbid", frozen=True):
     """An input as the command line of a rank names it."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     uri: str
     digest: str
@@ -265,9 +263,7 @@ def _changed(uri: str) -> DataError:
 # What this node has fetched or hashed before: the path, and the size and time of each file
 
 
-class _FetchedInput(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _FetchedInput(BaseModel, extra="forbid", frozen=True):
     path: str
     single: bool  # a file, not a folder
     files: dict[str, tuple[int, int]]  # size in bytes and time of the last change in nanoseconds, by name

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, field_validator
 
 from holdfast.spec.errors import DataError
 from holdfast.store import Store, layout
@@ -17,10 +17,8 @@ from holdfast.store.json_reading import read_json
 WHOLE = 0  # the budget of a trial that trains to its last step
 
 
-class LogEntry(BaseModel):
+class LogEntry(BaseModel, frozen=True, extra="forbid"):
     """A decision to train a trial up to a step, or the score of a trial at that step."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: Literal["decision", "score"]
     trial: int  # from 1

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from holdfast.spec.errors import PlanChangedError
 from holdfast.spec.identity import digest, fields_of
@@ -22,10 +22,8 @@ Value = str | int | float | bool | None
 MISSING = "not set"
 
 
-class Plan(BaseModel):
+class Plan(BaseModel, extra="forbid", frozen=True):
     """How one gang computes, as two tables of names and values."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     settings: dict[str, Value]  # fields of the spec that are part of the plan, such as parallel.strategy
     surroundings: dict[str, Value]  # measured: device, image, versions, CPU capability, environment
@@ -59,10 +57,8 @@ class Plan(BaseModel):
         return settings + _differences(self.surroundings, other.surroundings, here, there)
 
 
-class Segment(BaseModel):
+class Segment(BaseModel, extra="forbid", frozen=True):
     """Consecutive steps of a run under one plan: from a step to the next segment, or to the end."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     from_step: int  # number of steps before it
     attempt: int  # the attempt that started it

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import ClassVar, Generic, TypeVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from holdfast.runtime.output import LineCutter
 from holdfast.runtime.secrets import redact
@@ -40,10 +40,8 @@ _PIECE = re.compile(r"/(\d{6,})\.log$")
 log = logging.getLogger("holdfast.logs")
 
 
-class LogStream(BaseModel):
+class LogStream(BaseModel, frozen=True):
     """One process, and the folder of its output."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str  # name of its folder; the names of the streams of one folder are in the order of time
     node: str = ""

@@ -3,17 +3,15 @@
 An unreported figure is None, never 0. The energy meter of train reads them, events carry them, views show them.
 """
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 # Why a clock is below its maximum, by NVIDIA's numbers (nvml.h, nvmlClocksEventReasons), where that is a fault of the
 # machine. A power cap by software is no fault: an accelerator at work reaches it.
 SLOWED = {0x08: "slowed by its hardware", 0x20: "hot", 0x40: "too hot", 0x80: "short of power"}
 
 
-class Figures(BaseModel):
+class Figures(BaseModel, frozen=True, extra="ignore"):
     """Of one accelerator, when it was read. None: its driver does not report it."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     joules: float | None = None  # used since the previous reading
     utilisation: float | None = None  # share of the last moments in which a kernel ran, from 0 to 1

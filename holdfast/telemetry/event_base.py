@@ -7,7 +7,7 @@ import json
 from abc import abstractmethod
 from typing import Annotated, ClassVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel
 
 from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import ExitCode
@@ -33,10 +33,8 @@ Name = Annotated[str, _fitting(MAX_NAME)]
 Word = Annotated[str, _fitting(MAX_WORD)]
 
 
-class BaseEvent(BaseModel):
+class BaseEvent(BaseModel, frozen=True, extra="ignore"):
     """The common fields of all events. `emit` fills them in."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore")
 
     notable: ClassVar[bool] = True  # False: one of a stream, of which only the newest matters
     silent: ClassVar[bool] = False  # True: a figure, which is not shown line by line

@@ -1,6 +1,6 @@
 """Record of a verification: whether the training script of a run resumed with the bits of an undisturbed run."""
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from holdfast.spec.errors import NotExactError
 from holdfast.store import Store, layout
@@ -9,10 +9,8 @@ from holdfast.store.json_reading import find_json
 _SHOWN = 5
 
 
-class Resumption(BaseModel):
+class Resumption(BaseModel, frozen=True):
     """A run that stopped at a step and resumed in a new launch, compared with one that did not stop."""
-
-    model_config = ConfigDict(frozen=True)
 
     steps: int
     resumed_at: int
@@ -38,10 +36,8 @@ class Resumption(BaseModel):
         )
 
 
-class Exactness(BaseModel):
+class Exactness(BaseModel, frozen=True):
     """The verification of a script: its resumptions, in mid-epoch and at the end of an epoch if there was one."""
-
-    model_config = ConfigDict(frozen=True)
 
     code: str = ""  # digest of the bundle
     resumptions: tuple[Resumption, ...] = ()

@@ -9,7 +9,7 @@ import re
 import time
 from collections.abc import Iterable
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from holdfast.spec import DATA_PLANE_VERSION, Spec
 from holdfast.spec.errors import MissingError, UsageError
@@ -42,10 +42,8 @@ def mark_name(store: Store, name: str, run_id: str) -> None:
         store.put(layout.named(name, run_id), b"{}")
 
 
-class Labels(BaseModel):
+class Labels(BaseModel, extra="forbid"):
     """The labels of a run."""
-
-    model_config = ConfigDict(extra="forbid")
 
     tags: list[str] = Field(default_factory=list, max_length=MAX_TAGS)  # sorted, each once
     note: str = Field("", max_length=MAX_NOTE)

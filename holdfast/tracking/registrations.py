@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from holdfast.model.exported import read_record
 from holdfast.runtime.environment import tracking_uri
@@ -29,10 +29,8 @@ _SQLITE = "sqlite:///"
 COMPARED_TAGS = ("run_id", "dataset_id", "code", "export", "state_digest", "export_digest", "verdict", "verdict_digest")
 
 
-class Registration(BaseModel):
+class Registration(BaseModel, frozen=True):
     """A registered model version. `runs/<run-id>/registrations/<key>.json`."""
-
-    model_config = ConfigDict(frozen=True)
 
     run_id: str
     model: str

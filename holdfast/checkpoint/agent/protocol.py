@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from holdfast.checkpoint.fingerprint import StateDigest
 from holdfast.checkpoint.local_tiers.peers import Endpoint
@@ -32,10 +32,8 @@ ROOM = 1 << 24  # bytes of MAX_MESSAGE for the rest of a save: metrics since the
 _LENGTH = struct.Struct("<I")
 
 
-class SaveRequest(BaseModel):
+class SaveRequest(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
     """One save of one writer. The rank makes it. It travels unchanged to the process that makes the copy durable."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     step: int = Field(ge=0)
     scalars: dict[str, int | float] = {}
@@ -49,8 +47,8 @@ class SaveRequest(BaseModel):
         return self.model_copy(update={"digest": digest})
 
 
-class _Message(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+class _Message(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
+    """A message between a rank and the agent."""
 
 
 class Writer(_Message):

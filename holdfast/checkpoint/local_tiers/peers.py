@@ -23,7 +23,7 @@ from queue import Empty, SimpleQueue
 from typing import Literal
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from holdfast.checkpoint.index import MAX_INDEX_BYTES
 from holdfast.checkpoint.local_tiers.channel import Channel
@@ -45,10 +45,8 @@ _POLL_SECONDS = 0.2
 _LOST = (OSError, EOFError, ValueError)  # raised by a channel that is no longer usable
 
 
-class Endpoint(BaseModel):
+class Endpoint(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
     """The address at which a node listens, and its token."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
 
     host: str
     port: int = Field(ge=1, lt=1 << 16)
@@ -60,9 +58,7 @@ class Endpoint(BaseModel):
         return self if not key else self.model_copy(update={"token": sealing.derive_key(key, f"near {self.token}")})
 
 
-class _Request(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _Request(BaseModel, extra="forbid", frozen=True):
     op: Literal["get", "put"]
     tier: str = Field(max_length=100)
     writer: int = Field(ge=0, lt=1 << 31)
@@ -71,9 +67,7 @@ class _Request(BaseModel):
     size: int | None = Field(default=None, ge=0, le=MAX_INDEX_BYTES)  # bytes; None: all of the object
 
 
-class _Answer(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
+class _Answer(BaseModel, extra="forbid", frozen=True):
     size: int = Field(default=0, ge=0, le=MAX_INDEX_BYTES)  # bytes that follow
     error: str = ""
     missing: bool = False

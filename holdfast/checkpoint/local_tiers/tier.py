@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from blake3 import blake3
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from holdfast.checkpoint.attempts import read_attempt
 from holdfast.spec.errors import NoSpaceError
@@ -31,10 +31,8 @@ _LOCK = ".lock"
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
-class Tier(BaseModel):
+class Tier(BaseModel, extra="forbid", frozen=True):
     """One local tier of a run, on this node."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: Literal["memory", "disk"]
     folder: str  # folder of this run and life

@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from holdfast.checkpoint.attempts import Attempt
 from holdfast.checkpoint.box import TensorBox
@@ -40,10 +40,8 @@ _STEP = re.compile(r"/(?:indexes|packs)/(\d{6,})-(\d{9,})[-/]")
 Step = tuple[int, int]  # attempt, step
 
 
-class Record(BaseModel):
+class Record(BaseModel, extra="forbid", frozen=True):
     """A local-tier step."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     run_id: str
     step: int = Field(ge=0)

@@ -1,6 +1,6 @@
 """Result of a finished training for the later steps: `runs/<run-id>/result.json`."""
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from holdfast.spec.errors import MissingError
 from holdfast.spec.plan import Segment
@@ -8,10 +8,8 @@ from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json
 
 
-class TrainingResult(BaseModel):
+class TrainingResult(BaseModel, frozen=True):
     """The final checkpoint of a run, and its exported model."""
-
-    model_config = ConfigDict(frozen=True)
 
     run_id: str
     dataset_id: str
@@ -29,10 +27,8 @@ class TrainingResult(BaseModel):
     first_weights: str = ""  # digests of the weights that it read, as in the run id
 
 
-class ScriptResult(BaseModel):
+class ScriptResult(BaseModel, frozen=True):
     """The final checkpoint of a training script, and what it exported."""
-
-    model_config = ConfigDict(frozen=True)
 
     run_id: str
     code: str  # digest of its bundle

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from holdfast.corpus import identify, prepare
 from holdfast.dataset import Dataset
@@ -42,10 +42,8 @@ Word = Literal["due", "not_due"]
 Name = Literal["no_champion", "same_model", "already_answered", "new_data", "changed_spec", "age", "decay", "failed"]
 
 
-class Record(BaseModel):
+class Record(BaseModel, frozen=True, ser_json_inf_nan="strings"):
     """A part of the decision. It is frozen, and can carry NaN through JSON."""
-
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
 
 
 class Decay(Record):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from holdfast.launch.node.hangs import Watched
 from holdfast.runtime.heartbeat import Seen
@@ -28,10 +28,8 @@ MAX_BYTES = 1 << 20  # of a node's message
 SILENT = 10.0  # seconds without a new message after which a node counts as stopped
 
 
-class HangDecision(BaseModel):
+class HangDecision(BaseModel, frozen=True):
     """The verdict on a hang."""
-
-    model_config = ConfigDict(frozen=True)
 
     words: str
     suspects: frozenset[int]  # of ranks

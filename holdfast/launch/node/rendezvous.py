@@ -21,7 +21,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch.distributed import HashStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
@@ -178,10 +178,8 @@ def _guessed_store(host: str, port: int, timeout: timedelta) -> Store:
 _Node = tuple[str, int, int]  # address, process id, number
 
 
-class _State(BaseModel):
+class _State(BaseModel, extra="forbid", strict=True, allow_inf_nan=False):
     """torch's `_RendezvousState`, as it is stored."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     version: int = Field(ge=1)  # grows with each state: an old one that is written again is rejected
     round: int = Field(ge=0)

@@ -14,7 +14,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
+from pydantic import BaseModel, Field, FiniteFloat
 
 from holdfast.spec import Spec
 from holdfast.spec.errors import DataError, HoldfastError, MissingError
@@ -327,10 +327,8 @@ _HOUSEKEEPING = ("collector.json", "labels.json", "audits/", "checkpoints/pins/"
 _FOLDERS = ("attempts/", "checkpoints/step-", "evaluations/", "registrations/")
 
 
-class _Part(BaseModel):
+class _Part(BaseModel, extra="allow"):
     """The validated part of a record. All other fields stay unchanged."""
-
-    model_config = ConfigDict(extra="allow")
 
 
 class _Described(_Part):
