@@ -41,6 +41,14 @@ PEM = f"-----BEGIN RSA PRIVATE KEY-----\nMIIE{SECRET}\nabcd==\n-----END RSA PRIV
         (f"{PEM}next", "-----BEGIN RSA PRIVATE KEY-----(hidden)\nnext"),
         (f"https://hooks.slack.com/services/T0/B0/{SECRET} refused", "https://hooks.slack.com/(hidden) refused"),
         (f"wandb: key {'0a' * 20}", "wandb: key (hidden)"),
+        (f"GET https://host/?api%5Fkey={SECRET}&page=2", "GET https://host/?api%5Fkey=(hidden)&page=2"),
+        (f"/login?next=%2Fa%3Fpassword%3D{SECRET}%26b%3D1", "/login?next=%2Fa%3Fpassword%3D(hidden)%26b%3D1"),
+        (f"x%2Damz%2Dsecurity%2Dtoken%3d{SECRET}", "x%2Damz%2Dsecurity%2Dtoken%3d(hidden)"),
+        ("/a?token%5Fids=12&max%2Dtokens%3D5", "/a?token%5Fids=12&max%2Dtokens%3D5"),
+        (f"dop_v1_{'0a' * 32}", "(hidden)"),
+        (f"AGE-SECRET-KEY-1{'QZ9' * 19}", "(hidden)"),
+        (f"glsa_{'aB3' * 10}_0a1b2c3d", "(hidden)"),
+        (f"pplx-{'aB3' * 16} and xai-{'aB3' * 26}", "(hidden) and (hidden)"),
     ],
 )
 def test_secrets_are_hidden(text: str, shown: str) -> None:

@@ -331,8 +331,19 @@ class _Part(BaseModel, extra="allow"):
     """The validated part of a record. All other fields stay unchanged."""
 
 
+class _EvaluationSection(_Part):
+    prompts: list[Any] | None = None
+
+
+class _SpecPart(_Part):
+    data: dict[str, Any] | None = None
+    training: dict[str, Any] | None = None
+    evaluation: _EvaluationSection | None = None
+
+
 class _Described(_Part):
     dataset_id: str = ""
+    spec: _SpecPart | None = None
 
 
 class _Parent(_Part):
@@ -359,8 +370,15 @@ class _Submission(_Part):
     submitted: FiniteFloat = 0.0
 
 
+class _Settings(_Part):
+    answers: int = 1
+
+
 class _Verdict(_Part):
     word: str
+    reasons: list[Any] = []
+    metrics: dict[str, int | float] = {}
+    settings: _Settings = _Settings()
 
 
 class _Registration(_Part):

@@ -97,7 +97,7 @@ def drops(store: Store, record: RunRecord) -> list[str]:
 def next_commands(store: Store, record: RunRecord) -> list[str]:
     """Suggested next commands."""
     short = record.run_id[:SHORT_ID]
-    prompts = record.spec.get("evaluation", {}).get("prompts") or ["Once upon a time"]
+    prompts = (record.spec.get("evaluation") or {}).get("prompts") or ["Once upon a time"]
     prompt = " ".join(str(prompts[0]).split()) or "Once upon a time"
     store_option = [] if open_store(store_url()).url == store.url else ["--store", store.url]
     talks = (record.spec.get("data") or {}).get("kind", "text") != "text"

@@ -25,6 +25,10 @@ HOOKS = re.compile(
     r"\.logic\.azure\.com(?::443)?/|chat\.googleapis\.com/v1/spaces/|api\.telegram\.org/(?:file/)?bot|"
     r"/hooks/(?=[a-z0-9]{20}))[^\s\"'<>\\)(]{1,2048}"
 )
+ENCODED = re.compile(  # a name in a URL, of which a part or the sign after it is written with percent signs
+    r"(?:(?<![\w.\-%])|(?<=%3[Ff])|(?<=%26))([A-Za-z](?:[\w.\-]|%5[Ff]|%2[DdEe]){1,63}+)(=|%3[Dd])"
+)
+ENCODED_VALUE = re.compile(r"(?:(?!%26)[^\s\"'&#;,]){1,2048}")
 SIGNATURE = re.compile(r"(?=[^\d]*\d)[A-Za-z0-9_=-]{16,}")
 
 # --- Keys with a known form ---
@@ -50,6 +54,17 @@ _KEY_FORMS = (
     r"r8_[A-Za-z0-9]{30,255}",
     r"gsk_[A-Za-z0-9]{30,255}",
     r"hv[sb]\.[\w-]{20,255}",
+    r"d(?:op|oo|or)_v1_[0-9a-f]{32,255}",
+    r"AGE-SECRET-KEY-1[A-Z0-9]{40,255}",
+    r"gl(?:sa|c)_[A-Za-z0-9+/=_]{20,512}",
+    r"xai-[A-Za-z0-9]{40,255}",
+    r"pplx-[A-Za-z0-9]{30,255}",
+    r"shp(?:at|ca|pa|ss)_[0-9a-fA-F]{16,255}",
+    r"figd_[\w-]{20,255}",
+    r"tskey-[a-z]{2,20}-[\w-]{16,255}",
+    r"lin_api_[A-Za-z0-9]{20,255}",
+    r"sntry[su]_[\w+/=-]{20,512}",
+    r"ATATT3[\w=-]{40,512}",
     r"dckr_pat_[\w-]{16,255}",
     r"wandb_v\d_[\w-]{16,255}",
     r"eyJ[\w-]{8,4096}\.[\w-]{6,4096}(?:\.[\w-]{0,4096})?",

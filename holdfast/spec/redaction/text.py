@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from holdfast.spec.redaction import patterns
 from holdfast.spec.redaction.named_values import redact_named_values
@@ -99,6 +99,8 @@ def redact_text(text: str) -> str:
         text = patterns.PAIR.sub(rf"\g<1>{HIDDEN}", text)
     if has("=", ":", ",") and has(*PARTS):
         text = redact_named_values(text)
+    if has("%3d", "%5f", "%2d", "%2e") and has(*PARTS):
+        text = _without_encoded(text)
     text = patterns.SHAPES.sub(HIDDEN, text)
     if has("</"):
         text = patterns.XML.sub(lambda found: f"<{found[1]}>{HIDDEN}" if names_secret(found[1]) else found[0], text)
@@ -115,6 +117,20 @@ def redact_text(text: str) -> str:
 
 
 _redacted_word = lru_cache(maxsize=4096)(redact_text)  # sources, writers and names: few values, in every event of a run
+
+
+def _without_encoded(text: str) -> str:
+    parts, done = [], 0
+    for found in patterns.ENCODED.finditer(text):
+        name, separator = found.groups()
+        is_plain = "%" not in name and separator == "="  # that of `redact_named_values`
+        if found.start() < done or is_plain or not names_secret(unquote(name)):
+            continue
+        value = patterns.ENCODED_VALUE.match(text, found.end())
+        if value and value[0] != HIDDEN:
+            parts += [text[done : found.end()], HIDDEN]
+            done = value.end()
+    return "".join([*parts, text[done:]])
 
 
 def _option(found: re.Match[str]) -> str:

@@ -107,6 +107,27 @@ def test_a_record_of_other_types_hides_no_run(folder_store: Store, name: str, da
     assert "good" in result.stdout
 
 
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("run", b'{"spec": {"name": "bad", "evaluation": "x"}}'),
+        ("run", b'{"spec": {"name": "bad", "evaluation": null, "data": null, "training": null}}'),
+        ("run", b'{"spec": {"name": "bad", "evaluation": {"prompts": {"a": 1}}}}'),
+        ("run", b'{"spec": {"name": "bad", "data": []}}'),
+        ("evaluations/a", b'{"word": "blessed", "settings": "x"}'),
+        ("evaluations/a", b'{"word": "blessed", "settings": {"answers": []}}'),
+        ("evaluations/a", b'{"word": "blessed", "metrics": []}'),
+        ("evaluations/a", b'{"word": "blessed", "metrics": {"loss": "x", "pass_at_1": null}}'),
+        ("evaluations/a", b'{"word": "blessed", "reasons": 5}'),
+    ],
+)
+def test_a_run_with_a_record_of_other_types_is_shown(folder_store: Store, name: str, data: bytes) -> None:
+    write(folder_store, "bbbb", "bad", **{name: data})
+    for more in ([], ["--json"]):
+        result = CliRunner().invoke(app, ["show", "bbbb", "--store", folder_store.url, *more])
+        assert result.exit_code == 0, result.exception
+
+
 def test_runs_reports_unreadable_records_and_the_number_of_omitted_runs_in_one_line_each(folder_store: Store) -> None:
     write(folder_store, "aaaa", "good")
     write(folder_store, "bbbb", "bad", result=b"{")
