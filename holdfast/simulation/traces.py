@@ -21,7 +21,9 @@ from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import read_file_bounded
 
 MOST_BYTES = 2 * 2**30  # maximum size of a trace
-MOST_NUMBER = 1e13  # maximum of any number in a job, such as seconds since 1970 or a duration
+MOST_NUMBER = 1e13  # maximum of any number in a job, such as seconds since 1970
+MOST_SECONDS = 1e9  # maximum of a duration: 31 years, in which thousands of nodes fail many times
+MOST_SPAN = 4e9  # seconds from the first submission to the last one
 
 log = logging.getLogger("holdfast.simulation")
 
@@ -65,7 +67,13 @@ def load_trace(path: str | Path) -> list[Job]:
             skipped,
             skipped + len(jobs),
         )
-    first = min(job.submit for job in jobs) // DAY * DAY
+    first, last = min(job.submit for job in jobs), max(job.submit for job in jobs)
+    if last - first > MOST_SPAN:
+        raise DataError(
+            f"{path}: its jobs are submitted from {first:g} to {last:g}, which is more than "
+            f"{MOST_SPAN / DAY / 365:.0f} years; correct or remove the jobs with another clock"
+        )
+    first = first // DAY * DAY
     return sorted((replace(job, submit=job.submit - first) for job in jobs), key=lambda job: job.submit)
 
 
@@ -82,7 +90,8 @@ def _text(path: Path) -> str:
 def _is_sound(job: Job) -> bool:
     """Whether all numbers are finite and small enough for a simulation to end."""
     numbers = [value for value in astuple(job) if isinstance(value, int | float)]
-    return all(math.isfinite(value) and abs(value) <= MOST_NUMBER for value in numbers)
+    is_short = max(job.seconds, job.estimate, job.slack) <= MOST_SECONDS
+    return is_short and all(math.isfinite(value) and abs(value) <= MOST_NUMBER for value in numbers)
 
 
 Reader = Callable[[Mapping[str, Any], int], Job | None]

@@ -130,7 +130,7 @@ def _jobs(model: ClusterModel, trace: str, seed: int) -> list[Job]:
     count, _, load = trace.removeprefix(SYNTHETIC).partition(":")
     try:
         jobs, target_load = int(count), float(load or 0.95)
-        if not (0 < jobs <= 10_000_000 and 0 < target_load <= 100):
+        if not (0 < jobs <= 10_000_000 and 0.001 <= target_load <= 100):
             raise ValueError
     except ValueError:
         raise typer.BadParameter(f"{trace}: write synthetic:JOBS or synthetic:JOBS:LOAD", param_hint="TRACE") from None
