@@ -218,14 +218,14 @@ def preview(wanted: RunRequest, *, backend: str = "", options: ClusterOptions = 
 
 def check_preview(
     objects: Sequence[dict[str, Any]], wanted: RunRequest, backend: str = "", options: ClusterOptions = NO_OPTIONS
-) -> Validated | None:
+) -> list[Validated]:
     """Check the objects of a preview, and those that steps would create later, against the cluster.
 
-    Of several contexts, the first one checks them. None for a backend without Kubernetes objects.
+    Each of several contexts (`cluster.contexts`) checks them. Empty for a backend without Kubernetes objects.
     """
     capabilities = capabilities_of(default_backend(backend))
     if not objects or not capabilities.kubernetes:
-        return None
+        return []
     from holdfast.launch.emitters import objects_for, training_job
     from holdfast.pipelines.backends.validate import validate
     from holdfast.serving import deployment, inference_service
@@ -237,8 +237,9 @@ def check_preview(
         later.append(inference_service(spec, f"{store.rstrip('/')}/export", {}))
     if spec.serving.deployment is not None:
         later += deployment(spec, store.rstrip("/"), "export/", "digest", {})
-    context = options.endpoint or next(iter(spec.cluster.contexts), "") if capabilities.contexts else ""
-    return validate([*objects, *later], options.namespace or spec.cluster.namespace, context)
+    contexts = ([options.endpoint] if options.endpoint else spec.cluster.contexts) if capabilities.contexts else ()
+    namespace = options.namespace or spec.cluster.namespace
+    return [validate([*objects, *later], namespace, context) for context in contexts or [""]]
 
 
 def resume(run: str, *, at: Location = AS_RECORDED, replan: bool = False, console: Console | None = None) -> Submission:
@@ -310,6 +311,8 @@ def find_backend(run: str, at: Location = AS_RECORDED) -> tuple[Backend, str]:
 def open_recorded(at: Location, record: Record) -> Backend:
     """The backend of a record, or `at.backend`. The places of `at` take precedence."""
     place = resolve_location(at, record)
+    if not at.backend:
+        record.require_known_backend()
     return open_backend(place.backend, store=place.store, endpoint=place.endpoint, namespace=place.namespace)
 
 

@@ -40,6 +40,7 @@ from holdfast.spec.functions import Function
 from holdfast.telemetry import Row, emit, events, segment
 from holdfast.telemetry.history import EVALUATION, OBJECTIVE, PHASE_SECONDS
 from holdfast.telemetry.phases import Lap
+from holdfast.telemetry.progress import progress_interval
 
 log = logging.getLogger("holdfast.train")
 
@@ -222,10 +223,11 @@ def _phases_of(laps: Sequence[Lap]) -> dict[str, float]:
 
 
 class Progress:
-    """An event and a log line every `log_every` steps."""
+    """An event and a log line every `log_every` steps, and more often in a run that ends before."""
 
     def __init__(self, spec: Assignment, history: History, start: int, throughput: Throughput) -> None:
-        self._steps, self._every, self._history = spec.training.steps, spec.training.log_every, history
+        self._steps, self._history = spec.training.steps, history
+        self._every = progress_interval(spec.training.log_every, self._steps)
         self._sizes, self._throughput = BatchSizes.of(spec.training), throughput
         self._mark = (start, time.time())
 

@@ -1,5 +1,6 @@
 """The `data` section: where text comes from, how it is cleaned, tokenized and split."""
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
@@ -210,7 +211,9 @@ class Data(Section):
         0.02, ge=0, lt=1, description="Fraction of documents held out for evaluation, chosen by content hash."
     )
     document_masks: bool = Field(
-        False, description="Attention does not cross the end of a document inside a packed sequence."
+        False,
+        description="Attention does not cross the end of a document inside a packed sequence. With every `kind` but "
+        "`text` the default is true, and the only value.",
     )
     shuffle: Shuffle = Field(default_factory=Shuffle, description="Order of the samples in training.")
     shard_tokens: int = Field(16 * 2**20, ge=1024, le=2**31, description="Maximum size of a token shard, in tokens.")
@@ -222,6 +225,14 @@ class Data(Section):
         ge=1,
         le=256,
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _masks_of_kind(cls, value: object) -> object:
+        """Conversations and answers that are packed into one sequence do not see one another."""
+        if isinstance(value, Mapping) and value.get("kind", "text") != "text":
+            return {"document_masks": True, **value}
+        return value
 
 
 class NoData(Data):

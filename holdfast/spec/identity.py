@@ -8,7 +8,7 @@ model is evaluated.
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from blake3 import blake3
 from pydantic import BaseModel
@@ -25,6 +25,18 @@ DATA_PLANE_VERSION = 5  # 5: kernels of compiled losses and whole rows; 4: two s
 # The same for the answers that ranks generate: part of the id of runs that learn from them.
 GENERATOR_VERSION = 3  # 3: packed matrices on the CPU, and sums of blocks in the search of a token
 ID_LENGTH = 16  # hexadecimal digits: 64 bits
+
+
+class Versions(NamedTuple):
+    """The versions of Holdfast's results that run ids contain."""
+
+    data_plane: int
+    generator: int
+
+
+def current_versions() -> Versions:
+    """The versions of this Holdfast."""
+    return Versions(DATA_PLANE_VERSION, GENERATOR_VERSION)
 
 
 def digest(value: object) -> str:
@@ -61,10 +73,14 @@ def function_identity(field: str, function: Function) -> dict[str, Any]:
     return {"arguments": function.keywords, "digest": function.digest}
 
 
-def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "") -> str:
+def run_id(
+    spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "", versions: Versions | None = None
+) -> str:
     """The identity of a training run. `salt` (from `--fresh`) creates a different run with the same inputs.
     `first_weights` has the digests of the weights that `model.init_from`, `training.distillation.teacher` and reward
-    models name (see `first_weights_digest`), and replaces their locations."""
+    models name (see `first_weights_digest`), and replaces their locations. `versions` are those of an earlier
+    Holdfast."""
+    versions = versions or current_versions()
     if spec.train.script is not None:
         return _script_run_id(spec, dataset_id, salt)
     fields, model = fields_of(spec), spec.model
@@ -87,7 +103,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         del fields["training"]["optimizer"]["kind"]  # it was the only kind when run ids were introduced
     _name_reward_models(fields["training"]["grpo"]["rewards"], models)
     _drop_unused(fields, spec)
-    fields |= _generator(spec)
+    fields |= _generator(spec, versions.generator)
     objective = spec.training.objective
     fields["training"]["objective"] = objective.kind
     if objective.is_own:
@@ -107,7 +123,7 @@ def run_id(spec: Spec, dataset_id: str, salt: str = "", first_weights: str = "")
         # Sums are made of micro-batches, which are the same at every layout.
         fields["grain"] = spec.training.micro_batch
         fields["loss_chunk"] = spec.training.loss_chunk
-    return digest({"version": DATA_PLANE_VERSION, "dataset": dataset_id, "spec": fields, "salt": salt})
+    return digest({"version": versions.data_plane, "dataset": dataset_id, "spec": fields, "salt": salt})
 
 
 def weights_of_digests(first_weights: str) -> tuple[str, str, list[str]]:
@@ -161,10 +177,10 @@ def _drop_unused(fields: dict[str, Any], spec: Spec) -> None:
         del fields["training"]["ema"]
 
 
-def _generator(spec: Spec) -> dict[str, int]:
+def _generator(spec: Spec, version: int) -> dict[str, int]:
     """The version of the answers, if ranks generate answers to learn from: prompts have no other objective."""
     generates = spec.data.kind == "prompts" and spec.training.grpo.server is None
-    return {"generator": GENERATOR_VERSION} if generates else {}
+    return {"generator": version} if generates else {}
 
 
 def _script_run_id(spec: Spec, dataset_id: str, salt: str) -> str:

@@ -45,6 +45,7 @@ def json_schema() -> dict[str, Any]:
         "anyOf": [{"const": AUTO}, {key: value for key, value in sizes["micro_batch"].items() if key != "description"}],
         "description": sizes["micro_batch"]["description"],
     }
+    del schema["$defs"]["Data"]["properties"]["document_masks"]["default"]  # it depends on `data.kind`
     parallel["anyOf"] = [{"const": AUTO}, {"$ref": parallel.pop("$ref")}]
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -337,7 +337,9 @@ class Training(Section):
         ge=1,
         le=2**24,
     )
-    log_every: int = runtime_field(10, "Steps between two progress lines.", ge=1)
+    log_every: int = runtime_field(
+        10, "Steps between two progress lines. A run with no more steps than that has about ten lines.", ge=1
+    )
 
     @property
     def pauses(self) -> bool:

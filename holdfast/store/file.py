@@ -29,6 +29,8 @@ from holdfast.spec.errors import (
     HoldfastError,
     MissingError,
     NoSpaceError,
+    Problem,
+    SpecError,
     StoreUnreachableError,
 )
 from holdfast.store.durable import (
@@ -154,7 +156,8 @@ class FileStore:
         with self._speaking("stat", key):
             try:
                 status = path.lstat()
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError) as error:
+                self._require_folder(error)
                 return None
             if stat.S_ISLNK(status.st_mode):
                 raise self._link_error(path)
@@ -173,7 +176,8 @@ class FileStore:
             try:
                 with os.scandir(folder) as entries:
                     names = sorted(entry.name for entry in entries if self._is_folder(entry))
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError) as error:
+                self._require_folder(error)
                 return iter(())
         folder_names = (name for name in names if name.startswith(beginning) and not name.startswith("."))
         return (name for name in folder_names if self._has_some(folder / name))
@@ -353,7 +357,8 @@ class FileStore:
             try:
                 # A pipe would block the open.
                 descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError) as error:
+                self._require_folder(error)
                 raise MissingError(f"{operation} {key}: no such object in {self.url}") from None
             except OSError as error:
                 if error.errno == errno.ELOOP and path.is_symlink():
@@ -381,7 +386,20 @@ class FileStore:
         except OSError as error:
             raise self._explained(error, operation, key, size) from error
 
+    def _require_folder(self, error: OSError) -> None:
+        """Raise SpecError if a file is in the place of the root, or of a folder above it."""
+        if error.errno not in (errno.ENOTDIR, errno.EEXIST):
+            return
+        for path in (self.root, *self.root.parents):
+            if path.exists():
+                if not path.is_dir():
+                    message = f"cannot be a store: {path} is a file and not a folder"
+                    remedy = "name a folder, or a path that does not exist yet"
+                    raise SpecError([Problem("store", self.url, message, remedy)], "store") from None
+                return
+
     def _explained(self, error: OSError, operation: str, key: str, size: int) -> HoldfastError:
+        self._require_folder(error)
         cause = f"{operation} {key} in {self.url}: {error.strerror}"
         match error.errno:
             case errno.ENOSPC | errno.EDQUOT | errno.EFBIG:
@@ -412,7 +430,8 @@ class FileStore:
             try:
                 with os.scandir(folder) as entries:
                     by_name = sorted((f"{e.name}/" if self._is_folder(e) else e.name, e) for e in entries)
-            except (FileNotFoundError, NotADirectoryError):
+            except (FileNotFoundError, NotADirectoryError) as error:
+                self._require_folder(error)
                 return
             for name, entry in by_name:
                 key = parent + name

@@ -11,8 +11,9 @@ from collections.abc import Iterable
 
 from pydantic import BaseModel, Field
 
-from holdfast.spec import DATA_PLANE_VERSION, Spec
+from holdfast.spec import Spec
 from holdfast.spec.errors import MissingError, UsageError
+from holdfast.spec.identity import current_versions
 from holdfast.spec.json_parsing import parse_json
 from holdfast.store import ConflictError, Store, layout
 
@@ -23,12 +24,14 @@ TRIES = 20  # writes that lose a race
 
 def write_run_metadata(store: Store, run_id: str, spec: Spec, dataset_id: str, salt: str) -> None:
     """Write the metadata of a run, unless it exists, and mark the run as the newest one of its name."""
+    versions = current_versions()
     record = {
         "run_id": run_id,
         "name": spec.name,
         "dataset_id": dataset_id,
         "salt": salt,
-        "data_plane_version": DATA_PLANE_VERSION,
+        "data_plane_version": versions.data_plane,
+        "generator_version": versions.generator,
         "created": time.time(),
         "spec": spec.model_dump(mode="json"),
     }

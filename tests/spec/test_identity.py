@@ -205,6 +205,17 @@ def test_a_default_of_a_family_that_is_written_out_is_the_same_run() -> None:
     assert len({gemma_id(), gemma_id(query_scalar=64), gemma_id(rope_local_theta=500)}) == 3
 
 
+@pytest.mark.parametrize("kind", ["text", "chat", "preferences", "unpaired", "prompts"])
+def test_masks_of_documents_are_the_default_of_all_kinds_but_text(kind: str) -> None:
+    def of(**fields: Any) -> Spec:
+        return Spec.model_validate({"name": "a", "data": {"kind": kind, "sources": [{"uri": "x"}], **fields}})
+
+    default = kind != "text"
+    assert of().data.document_masks is default
+    assert of() == of(document_masks=default)
+    assert run_id(of(), "d") == run_id(of(document_masks=default), "d") != run_id(of(document_masks=not default), "d")
+
+
 def test_a_digest_does_not_depend_on_the_order_of_keys_and_knows_every_value() -> None:
     assert digest({"a": 1, "b": [2, {"c": 3, "d": 4}]}) == digest({"b": [2, {"d": 4, "c": 3}], "a": 1})
     values: list[object] = [0, 1, 1.5, "1", "", None, True, [], {}, [1], {"a": 1}, {"a": "1"}, "é"]

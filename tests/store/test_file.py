@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.spec.errors import AccessDeniedError, DataError, NoSpaceError, StoreUnreachableError
+from holdfast.spec.errors import AccessDeniedError, DataError, NoSpaceError, SpecError, StoreUnreachableError
 from holdfast.store import ConflictError, Store, open_store
 
 OLD, NEW = b"old content", b"new and longer content" * 1000
@@ -218,6 +218,22 @@ def test_a_read_only_disk_raises_access_denied_error(small_disk: Path) -> None:
         with pytest.raises(AccessDeniedError, match=r"k in file://.*Read-only.*writable"):
             operation()
     assert store.get("k") == OLD
+
+
+@pytest.mark.parametrize("below", ["", "/store"])
+def test_a_root_that_is_a_file_is_named_by_every_operation(tmp_path: Path, below: str) -> None:
+    file = tmp_path / "file"
+    file.write_bytes(OLD)
+    store = open_store(f"file://{file}{below}")
+    operations: list[Callable[[], object]] = [
+        lambda: store.put("k", NEW), lambda: store.put_if_absent("a/k", NEW), lambda: store.get("k"),
+        lambda: store.compare_and_swap("k", NEW, None), lambda: list(store.list("")), lambda: store.stat("k"),
+        lambda: list(store.folders("")),
+    ]  # fmt: skip
+    for operation in operations:
+        with pytest.raises(SpecError, match=rf"{file} is a file and not a folder .*\n *remedy: name a folder"):
+            operation()
+    assert file.read_bytes() == OLD
 
 
 def test_an_object_cannot_be_a_folder_too(store: Store) -> None:

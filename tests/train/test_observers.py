@@ -12,10 +12,13 @@ import torch
 from holdfast.checkpoint import Attempt
 from holdfast.collectives import Gang
 from holdfast.engines.interface import StepOutput
-from holdfast.rank.observers import BatchDigest, FinishedStep, History
+from holdfast.rank.measure.throughput import Throughput
+from holdfast.rank.observers import BatchDigest, FinishedStep, History, Progress
 from holdfast.spec.errors import DivergedError
 from holdfast.store import Store, layout, open_store
-from holdfast.telemetry import read_history
+from holdfast.telemetry import events, read_history
+from holdfast.telemetry.channel import PIPE
+from holdfast.telemetry.event_log import PipeEvents
 from tests.telemetry.histories import commit
 from tests.train.tiny_run import tiny_assignment
 
@@ -100,3 +103,26 @@ def test_a_rank_that_does_not_write_the_history_does_not_keep_it() -> None:
         history.on_step(finished(step))
         assert history.on_save(step) == {}
     assert history._rows == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "shown"),
+    [
+        (6, 10, [1, 2, 3, 4, 5, 6]),
+        (10, 10, list(range(1, 11))),
+        (25, 10, [10, 20, 25]),
+        (40, 100, list(range(4, 41, 4))),
+    ],
+)
+def test_a_run_shorter_than_the_interval_has_progress_lines_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, every: int, shown: list[int]
+) -> None:
+    monkeypatch.setenv(PIPE, str(tmp_path / "events"))
+    assignment = tiny_assignment(f"training.steps={steps}", f"training.log_every={every}")
+    history = History(assignment, Attempt("run", 7), 0, BatchDigest(Gang(), speaks=True))
+    progress = Progress(assignment, history, 0, Throughput(1, 1.0, None))
+    for step in range(1, steps + 1):
+        history.on_step(finished(step))
+        progress.on_step(finished(step))
+    emitted = PipeEvents(tmp_path / "events").new()
+    assert [event.step for event in emitted if isinstance(event, events.Progress)] == shown

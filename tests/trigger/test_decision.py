@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from holdfast.components.trigger.step import Decay, of_age, of_decay
+from holdfast.components.trigger.decision import Decay, of_age, of_decay
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,12 @@ import pytest
 
 from holdfast.components.evaluate import run as evaluate
 from holdfast.components.trigger import step
-from holdfast.spec import load_spec
+from holdfast.spec import Spec, load_spec, run_id
 from holdfast.spec.errors import MissingError
+from holdfast.spec.identity import current_versions
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json_object
+from holdfast.tracking import Champion
 from holdfast.tracking import champion as current_champion
 from tests import warm
 from tests.trigger.conftest import Ask
@@ -61,9 +63,35 @@ def test_new_data_alone_is_not_enough_where_it_is_switched_off(ask: Ask, world: 
 
 
 def test_a_spec_that_would_give_another_model_makes_one_due(ask: Ask) -> None:
-    assert names(ask("training.steps=11")) == ["changed_spec"]
+    changed = ask("training.steps=11")
+    assert names(changed) == ["changed_spec"]
+    assert changed.reason.startswith("Of the champion's data the spec would make run ")
     assert ask("training.steps=11", "schedule.on_changed_spec=false").word == "not_due"
     assert ask("training.log_every=2", "evaluation.sample_tokens=9").word == "not_due"  # the same model
+
+
+def test_another_version_of_holdfast_is_named_as_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of(kind: str, **training: int) -> Spec:
+        return Spec.model_validate(
+            {"name": "a", "data": {"kind": kind, "sources": [{"uri": "x"}]}, "training": training}
+        )
+
+    then = current_versions()
+    arithmetic = f"Holdfast's arithmetic (version 99, then {then.data_plane})"
+    generator = f"Holdfast's generator of answers (version 98, then {then.generator})"
+    former = {kind: step._Former(_champion(run_id(of(kind), "d")), "", then) for kind in ("text", "prompts")}
+    assert step._cause(of("text", steps=7), former["text"], "") == "the spec"
+    monkeypatch.setattr("holdfast.spec.identity.GENERATOR_VERSION", 98)
+    assert step._cause(of("text", steps=7), former["text"], "") == "the spec"  # it generates no answers
+    assert step._cause(of("prompts"), former["prompts"], "") == generator
+    monkeypatch.setattr("holdfast.spec.identity.DATA_PLANE_VERSION", 99)
+    assert step._cause(of("text"), former["text"], "") == arithmetic
+    assert step._cause(of("prompts"), former["prompts"], "") == f"{arithmetic} and {generator}"
+    assert step._cause(of("prompts", steps=7), former["prompts"], "") == f"the spec and {arithmetic} and {generator}"
+
+
+def _champion(run: str) -> Champion:
+    return Champion("", "a", 1, run, "", "", "", "", "d", {}, {}, 0.0)
 
 
 def test_age_counts_only_once_something_changed(ask: Ask, world: Path, store: Store) -> None:

@@ -6,17 +6,17 @@ decides about, because a second implementation would diverge.
 """
 
 import logging
-import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import ValidationError
 
+from holdfast.components.trigger.decision import Condition, Decay, Decision, Started, judge, of_age, of_decay
 from holdfast.corpus import identify, prepare
 from holdfast.dataset import Dataset
 from holdfast.dataset.manifest import load_manifest
@@ -24,111 +24,16 @@ from holdfast.model.exported import require_intact
 from holdfast.model.hub import first_weights_digest
 from holdfast.runtime.environment import cache_dir
 from holdfast.scoring import Measured, key_against
-from holdfast.spec import DATA_PLANE_VERSION, Spec, digest, dump_spec, run_id
+from holdfast.spec import Spec, digest, dump_spec, run_id
 from holdfast.spec.data import Tokenizer
 from holdfast.spec.errors import DataError, ExitCode, MissingError
+from holdfast.spec.identity import Versions, current_versions
 from holdfast.steps.jobs import outcomes_in
 from holdfast.steps.outcomes import EXIT_HANDLER, first_failure
 from holdfast.store import Store, layout, open_store
 from holdfast.store.json_reading import read_json_object
 from holdfast.tracking import Champion, champion, registration_key, trusted_stores
 from holdfast.tracking.registrations import described_run
-
-# Decision of the trigger: one explicit outcome, its conditions, and the compared values.
-#
-# The same facts give the same outcome. `step` determines the facts.
-
-Word = Literal["due", "not_due"]
-Name = Literal["no_champion", "same_model", "already_answered", "new_data", "changed_spec", "age", "decay", "failed"]
-
-
-class Record(BaseModel, frozen=True, ser_json_inf_nan="strings"):
-    """A part of the decision. It is frozen, and can carry NaN through JSON."""
-
-
-class Decay(Record):
-    """The champion on the held-out text of the current sources, against its bits per byte when it was blessed."""
-
-    dataset_id: str  # the current sources, in the champion's tokens
-    bits_per_byte: float
-    blessed_with: float  # bits per byte
-    tokens: int  # targets scored
-
-    @property
-    def share(self) -> float:
-        """The relative increase of its bits per byte."""
-        return self.bits_per_byte / self.blessed_with - 1
-
-
-class Condition(Record):
-    """A condition that makes a retraining due, or pointless."""
-
-    name: Name
-    due: bool
-    sentence: str
-
-
-class Started(Record):
-    """A started retraining. `triggers/<name>/started-<run id>.json`."""
-
-    job: str  # the execution of the DAG
-    inputs_digest: str  # a digest of the whole spec and of the code
-
-
-class Decision(Record):
-    """The decision whether a retraining is due. `triggers/<name>/<key>.json`."""
-
-    word: Word
-    reason: str  # the deciding sentences, in one line
-    conditions: tuple[Condition, ...] = Field(min_length=1)
-    dataset_id: str  # of the current sources
-    run_id: str  # of the run that a retraining would be
-    registered_model: str
-    champion_version: int | None = None
-    champion_run_id: str = ""
-    champion_dataset_id: str = ""
-    champion_age_hours: float | None = None
-    decay: Decay | None = None  # None: not measured
-    key: str
-    decided: float  # unix seconds
-
-    @property
-    def due(self) -> bool:
-        """Whether to retrain."""
-        return self.word == "due"
-
-    def dump(self) -> bytes:
-        """The decision as it is stored."""
-        return self.model_dump_json(indent=1).encode() + b"\n"
-
-
-def judge(conditions: tuple[Condition, ...]) -> tuple[Word, str]:
-    """The outcome, and the sentences of the conditions that are due, or else of all conditions."""
-    met = [condition.sentence for condition in conditions if condition.due]
-    return ("due" if met else "not_due"), " ".join(met or [condition.sentence for condition in conditions])
-
-
-def of_age(age_hours: float, most: float) -> Condition:
-    """Whether a champion is too old."""
-    due = age_hours >= most
-    return Condition(
-        name="age",
-        due=due,
-        sentence=f"The champion is {age_hours:.1f} hours old, {'not ' * (not due)}as old as the {most:g} allowed.",
-    )
-
-
-def of_decay(decay: Decay, most: float) -> Condition:
-    """Whether a champion has decayed too much. A value that is not finite counts as decayed."""
-    due = not (math.isfinite(decay.share) and decay.share <= most)
-    return Condition(
-        name="decay",
-        due=due,
-        sentence=f"The champion needs {decay.bits_per_byte:.4f} bits per byte on the sources' held-out text as it is "
-        f"now, {decay.share:+.2%} against the {decay.blessed_with:.4f} it was blessed with: "
-        f"{'more than' if due else 'within'} the {most:.2%} allowed.",
-    )
-
 
 # The same data, spec and code fail again with these codes. Failures that can be fixed elsewhere (credentials, files)
 # are not listed.
@@ -150,7 +55,7 @@ class _Former:
 
     champion: Champion
     salt: str
-    data_plane_version: int
+    versions: Versions
 
 
 def run(spec: Spec, store: Store, salt: str = "", now: float | None = None, job: str = "") -> Decision:
@@ -280,16 +185,31 @@ def _cheap(spec: Spec, former: _Former, dataset_id: str, weights: str, now: floa
     if schedule.on_changed_spec:
         same_data = run_id(spec, current.dataset_id, former.salt, weights)
         due = same_data != current.run_id
-        cause = "the spec" if former.data_plane_version == DATA_PLANE_VERSION else "Holdfast's arithmetic"
         yield Condition(
             name="changed_spec",
             due=due,
-            sentence=f"Of the champion's data {cause} would make run {same_data} now, and made {current.run_id} then."
+            sentence=f"Of the champion's data {_cause(spec, former, weights)} would make run {same_data} now, and made "
+            f"{current.run_id} then."
             if due
             else "The spec would still make the champion of its data.",
         )
     if schedule.max_age_hours is not None:
         yield of_age((now - current.created) / 3600, schedule.max_age_hours)
+
+
+def _cause(spec: Spec, former: _Former, weights: str) -> str:
+    """What gives the champion's data another run: the spec, versions of Holdfast's results, or several of them."""
+    now, then = current_versions(), former.versions
+
+    def at(versions: Versions) -> str:
+        return run_id(spec, former.champion.dataset_id, former.salt, weights, versions)
+
+    causes = [] if at(then) == former.champion.run_id else ["the spec"]
+    if at(now._replace(data_plane=then.data_plane)) != at(now):
+        causes.append(f"Holdfast's arithmetic (version {now.data_plane}, then {then.data_plane})")
+    if at(now._replace(generator=then.generator)) != at(now):
+        causes.append(f"Holdfast's generator of answers (version {now.generator}, then {then.generator})")
+    return " and ".join(causes)
 
 
 def _decay(
@@ -372,9 +292,11 @@ def _former(spec: Spec, store: Store) -> _Former | None:
         described = described_run(open_store(current.store_url), current.run_id, current.run_digest)
     except MissingError:
         described = {}
-    return _Former(
-        current, str(described.get("salt", "")), int(described.get("data_plane_version", DATA_PLANE_VERSION))
+    now = current_versions()
+    then = Versions(
+        int(described.get("data_plane_version", now.data_plane)), int(described.get("generator_version", now.generator))
     )
+    return _Former(current, str(described.get("salt", "")), then)
 
 
 def _read(store: Store, key: str) -> dict[str, Any] | None:

@@ -155,6 +155,17 @@ class Record:
         earlier = read_record(self.running or {}) if not self.alive else None
         return earlier if earlier is not None and earlier.backend == self.backend and earlier.alive else self
 
+    def require_known_backend(self) -> None:
+        """Raise DataError if this Holdfast has no backend of this name."""
+        from holdfast.pipelines.backends import BACKENDS
+
+        if self.backend not in BACKENDS:
+            raise DataError(
+                f"{self.store}/{self._key(FILE)}: the submission of {self.identity} names the backend "
+                f"{self.backend!r}, which this Holdfast does not have ({', '.join(BACKENDS)}); use the Holdfast that "
+                "submitted it, or name a backend with --backend"
+            )
+
     def _key(self, file: str, identity: str = "") -> str:
         identity = identity or self.run_id
         return layout.sweep(identity, file) if self.is_sweep else layout.run(identity, file)

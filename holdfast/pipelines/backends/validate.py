@@ -6,7 +6,7 @@ own kinds, such as Job, have none. The result says which of the two was used.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from holdfast.launch.kubernetes.api_errors import ConflictError, WebhookAwayError
@@ -44,9 +44,10 @@ def validate(objects: Sequence[Object], namespace: str | None = None, context: s
     `context`: of the kubeconfig."""
     manifests = [manifest for manifest in objects if manifest.get("kind") in PLURALS and "apiVersion" in manifest]
     try:
-        return _by_server(Api.of_this_process(namespace, PATIENCE, context), manifests)
+        validated = _by_server(Api.of_this_process(namespace, PATIENCE, context), manifests)
     except (NoClusterError, ClusterUnreachableError):
-        return _by_schemas(manifests)
+        validated = _by_schemas(manifests)
+    return replace(validated, by=f"{validated.by} (context {context})") if context else validated
 
 
 def _by_server(api: Api, objects: Sequence[Object]) -> Validated:

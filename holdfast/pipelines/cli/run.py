@@ -164,15 +164,14 @@ def _print_preview(wanted: RunRequest, backend: str, options: api.ClusterOptions
         print_yaml(objects)
     else:
         out("# nothing would be changed")
-    result = api.check_preview(objects, wanted, backend, options)
-    if result is None:
-        return
-    err(f"checked by {result.by}: objects: {result.checked}, problems: {len(result.problems)}")
-    if result.unseen:
-        err(f"not checked: {', '.join(dict.fromkeys(result.unseen))}")
-    for problem in result.problems:
-        err(problem)
-    if result.problems:
+    results = api.check_preview(objects, wanted, backend, options)
+    for result in results:
+        err(f"checked by {result.by}: objects: {result.checked}, problems: {len(result.problems)}")
+        if result.unseen:
+            err(f"not checked: {', '.join(dict.fromkeys(result.unseen))}")
+        for problem in result.problems:
+            err(problem)
+    if any(result.problems for result in results):
         raise typer.Exit(int(ExitCode.BAD_SPEC))
 
 

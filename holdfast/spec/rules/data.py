@@ -92,9 +92,8 @@ def check_chat(spec: Spec) -> Iterator[Problem]:
             "use kind: file with the tokenizer.json of the model that you tune",
         )
     if not data.document_masks:
-        yield Problem(
-            "data.document_masks", False, "lets an answer attend to conversations that are packed before it", "use true"
-        )
+        message, remedy = "lets an answer attend to conversations that are packed before it", "remove it, or use true"
+        yield Problem("data.document_masks", False, message, remedy)
     for index, source in enumerate(data.sources):
         if source.format in ("text", "megatron"):
             yield Problem(

@@ -30,7 +30,7 @@ def check_script(spec: Spec) -> Iterator[Problem]:
     if spec.data.kind != "text":
         remedy = "use kind: text, or name the files in train.inputs"
         yield Problem("data.kind", spec.data.kind, "is not read by train.script", remedy)
-    if spec.data.document_masks:
+    elif spec.data.document_masks:  # with another kind it is the default
         message = "is not used by train.script, which masks documents itself"
         yield Problem("data.document_masks", True, message, "remove it")
     for section in _WITHOUT_USE:

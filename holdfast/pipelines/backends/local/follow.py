@@ -64,7 +64,7 @@ def follow(folder: Path, log: Path, run: str, board: Board, signals: Signals) ->
             if len(signals.received) > forwarded_count:
                 forwarded_count = len(signals.received)
                 if forwarded_count == 1:
-                    board.say("  stopping: the step saves and exits (once more ends it immediately)")
+                    board.say(f"  stopping: {view.stop_effect()} (once more ends it immediately)")
                     worker.request_stop(folder)
                 else:
                     _kill(process.pid)
@@ -117,6 +117,15 @@ class View:
         for notice in notices:
             self.board.say(f"  {notice}")
         self.board.tick()
+
+    def stop_effect(self) -> str:
+        """What the running steps do when they are stopped. Only a training saves."""
+        running = [outcome.step for outcome in read_outcomes(self.folder) if outcome.ended is None]
+        if "train" in running:
+            return "the training saves and exits"
+        if not running:
+            return "the run ends before its next step"
+        return f"the step {running[-1]} ends, and the same command starts it again"
 
     def _ending_of(self, outcome: Outcome) -> str:
         """The text of the line of an ended step."""

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from holdfast import api as holdfast_api
-from holdfast.api import ClusterOptions
+from holdfast.api import ClusterOptions, Location
 from holdfast.launch.kubernetes.api_errors import OverQuotaError
 from holdfast.launch.kubernetes.configuration import own_namespace
 from holdfast.pipelines.backends import open_backend
@@ -20,7 +20,7 @@ from holdfast.pipelines.backends.record import find_record
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.spec import SpecError, parse_spec
 from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError, DataError, HoldfastError, MissingError
-from holdfast.store import open_store
+from holdfast.store import layout, open_store
 from tests.cluster.api import NAMESPACE, ApiServer, StatusError
 from tests.pipelines.backends.argo.test_backend import PERSON, workflows
 
@@ -231,13 +231,34 @@ def test_commands_find_a_run_in_the_context_that_took_it(clusters: dict[str, Api
     assert workflows(clusters["second"])[0]["spec"]["shutdown"] == "Stop"
 
 
+def test_a_record_of_an_unknown_backend_is_named(clusters: dict[str, ApiServer], tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store"
+    holdfast_api.submit(replace(request_for("second"), store=url), backend="argo")
+    store, key = open_store(url), layout.run(RUN_ID, "backend.json")
+    store.put(key, store.get(key).replace(b'"argo"', b'"nomad"'))
+    with pytest.raises(DataError, match=rf"{url}/{key}: .* names the backend 'nomad', .* --backend") as raised:
+        holdfast_api.stop(RUN_ID)
+    assert raised.value.exit_code == 11
+    assert holdfast_api.stop(RUN_ID, at=Location(backend="argo", endpoint="second")).ended
+
+
 def test_a_named_context_is_the_only_one(clusters: dict[str, ApiServer]) -> None:
     status, _ = open_backend("argo", endpoint="second").submit(request_for("first"))
     assert status.endpoint == "second"
     request = request_for("first", store="s3://bucket/prefix")
-    result = holdfast_api.check_preview(Argo().objects(request), request, "argo", ClusterOptions(endpoint="second"))
-    assert result is not None
-    assert result.by == f"the API server {clusters['second'].url}"
+    (result,) = holdfast_api.check_preview(Argo().objects(request), request, "argo", ClusterOptions(endpoint="second"))
+    assert result.by == f"the API server {clusters['second'].url} (context second)"
+
+
+def test_a_dry_run_is_checked_by_each_context(clusters: dict[str, ApiServer]) -> None:
+    request = request_for("away", "first", "second", store="s3://bucket/prefix")
+    clusters["second"].faults.append(refusal(StatusError(422, "Workflow is invalid: spec.templates is too long")))
+    checked = holdfast_api.check_preview(Argo().objects(request), request, "argo")
+    places = [f"the API server {clusters[name].url} (context {name})" for name in ("first", "second")]
+    assert [result.by for result in checked[1:]] == places
+    assert checked[0].by.endswith("because no API server can be reached (context away)")
+    assert [len(result.problems) for result in checked] == [0, 0, 1]
+    assert "is too long" in checked[2].problems[0]
 
 
 @pytest.mark.parametrize("name", ["", "-x", "a\\nb", "x" * 254])

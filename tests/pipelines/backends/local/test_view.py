@@ -53,3 +53,18 @@ def test_progress_and_news_are_shown_under_the_step_that_runs(tmp_path: Path, mo
     ]
     assert shown[1].startswith("preprocess") and shown[1].endswith("tokenise 40 %")
     assert shown[6].startswith("train") and shown[6].endswith(progress)
+
+
+def test_a_stop_says_what_the_running_step_does(tmp_path: Path) -> None:
+    """Only a training saves."""
+    folder = tmp_path / "outcomes"
+    folder.mkdir()
+    view = View(Board(Console(file=io.StringIO())), folder, PipeEvents(tmp_path / "events"))
+    assert view.stop_effect() == "the run ends before its next step"
+    train = Outcome("train", os.getpid(), 1.0)
+    train.write(folder)
+    assert view.stop_effect() == "the training saves and exits"
+    train.ended, train.exit_code = 2.0, 0
+    train.write(folder)
+    Outcome("evaluate", os.getpid(), 3.0).write(folder)
+    assert view.stop_effect() == "the step evaluate ends, and the same command starts it again"
