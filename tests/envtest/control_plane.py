@@ -11,7 +11,7 @@ import ssl
 import subprocess
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
@@ -53,6 +53,14 @@ def start_control_plane(folder: Path, *, accounts: bool = False) -> Iterator[Con
     with ControlPlane(binaries, folder, accounts=accounts) as plane:
         plane.kubectl("apply", "-f", "-", text=yaml.safe_dump_all(launcher_role()))
         yield plane
+
+
+def until(plane: ControlPlane, check: Callable[[], object], seconds: float = 120.0) -> None:
+    """Wait until a condition holds: a test gets no notice of this server's changes."""
+    end = time.monotonic() + seconds
+    while not check():
+        assert time.monotonic() < end, f"it did not come true within {seconds:.0f} s\n{plane.tails()}"
+        time.sleep(0.2)
 
 
 def launcher_role() -> list[dict[str, Any]]:
@@ -131,14 +139,23 @@ class ControlPlane:
 
     def kubectl(self, *arguments: str, text: str | None = None) -> str:
         """Run kubectl as an administrator and return its output. Fails the test when it fails."""
-        command = [str(self._binaries / "kubectl"), f"--server={self.url}", f"--token={ADMIN}"]
-        command += ["--insecure-skip-tls-verify=true", f"--cache-dir={self._folder / 'cache'}", *arguments]
-        result = subprocess.run(
-            command, input=text, capture_output=True, text=True, check=False, env={"HOME": str(self._folder)}
-        )
+        result = self._kubectl(arguments, text)
         words = f"kubectl {' '.join(arguments)}\n{result.stdout}\n{result.stderr}"
         assert result.returncode == 0, f"{words}\n{self.tails()}"
         return result.stdout
+
+    def refusal(self, *arguments: str, text: str | None = None) -> str:
+        """What kubectl reports as an error of the server; empty if the server accepts the command."""
+        result = self._kubectl(arguments, text)
+        assert (result.returncode != 0) == bool(result.stderr), result.stderr
+        return result.stderr
+
+    def _kubectl(self, arguments: tuple[str, ...], text: str | None) -> subprocess.CompletedProcess[str]:
+        command = [str(self._binaries / "kubectl"), f"--server={self.url}", f"--token={ADMIN}"]
+        command += ["--insecure-skip-tls-verify=true", f"--cache-dir={self._folder / 'cache'}", *arguments]
+        return subprocess.run(
+            command, input=text, capture_output=True, text=True, check=False, env={"HOME": str(self._folder)}
+        )
 
     def tails(self) -> str:
         """The ends of the logs, and the processes that have ended: for messages."""

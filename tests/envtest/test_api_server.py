@@ -3,9 +3,7 @@
 import itertools
 import json
 import subprocess
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +17,15 @@ from holdfast.launch.kubernetes.client import NODES
 from holdfast.launch.kubernetes.launcher import label_unhealthy
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import AccessDeniedError, HoldfastError
-from tests.envtest.control_plane import MANIFESTS, NAMESPACE, ControlPlane, assets, needs_assets, start_control_plane
+from tests.envtest.control_plane import (
+    MANIFESTS,
+    NAMESPACE,
+    ControlPlane,
+    assets,
+    needs_assets,
+    start_control_plane,
+    until,
+)
 from tests.launch.kubernetes.conftest import RUN, Running, job, settings
 
 NAME = f"holdfast-{RUN}-1"
@@ -33,14 +39,6 @@ def plane(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ControlPlane]:
     """An API server with the official CRDs."""
     with start_control_plane(tmp_path_factory.mktemp("envtest")) as running:
         yield running
-
-
-def until(plane: ControlPlane, check: Callable[[], object], seconds: float = 120.0) -> None:
-    """Wait until a condition holds: a test gets no notice of this server's changes."""
-    end = time.monotonic() + seconds
-    while not check():
-        assert time.monotonic() < end, f"it did not come true within {seconds:.0f} s\n{plane.tails()}"
-        threading.Event().wait(0.2)
 
 
 RESOURCES = {

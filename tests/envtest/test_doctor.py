@@ -74,7 +74,10 @@ def outcomes(found: list[doctor.Finding]) -> set[str]:
 
 def test_under_the_shipped_manifests_everything_that_they_bring_is_fine(looked: ControlPlane) -> None:
     by_check = findings()
-    for check in ("permissions", "service accounts", "priority class", "settings", "secrets", "pod admission", "quota"):
+    for check in (
+        "permissions", "service accounts", "priority class", "settings", "secrets", "pod admission", "account policy",
+        "quota",
+    ):  # fmt: skip
         assert outcomes(by_check[check]) == {"ok"}, by_check[check]
     (policies,) = by_check["network policies"]  # this server has an unusual port, which no policy names
     assert policies.message == f"nothing lets through: steps to the API server (TCP {looked.url.rpartition(':')[2]})"

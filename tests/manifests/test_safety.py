@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
+from holdfast.launch.kubernetes.kinds import KINDS
+from holdfast.launch.kubernetes.owner import WORKFLOW_LABEL
+from holdfast.pipelines.backends.argo.pods import account_of
+from holdfast.pipelines.doctor.cluster import RANK_ACCOUNT
+from holdfast.spec import Spec
+from holdfast.steps import STEPS
 from tests.manifests.rendering import MANIFESTS, OVERLAYS, PROFILE, name_of, pods, render, render_in, render_with
 
 READ = {"get", "list", "watch"}
@@ -165,6 +171,7 @@ def test_every_image_is_of_one_version(objects: list[dict[str, Any]]) -> None:
 def test_every_object_is_labelled_and_in_the_namespace(objects: list[dict[str, Any]]) -> None:
     cluster_wide = {
         "Namespace", "PriorityClass", "Queue", "ClusterQueue", "ResourceFlavor", "Topology", "WorkloadPriorityClass",
+        "ValidatingAdmissionPolicy", "ValidatingAdmissionPolicyBinding",
     }  # fmt: skip
     for document in objects:
         assert document["metadata"]["labels"]["app.kubernetes.io/part-of"] == "holdfast", name_of(document)
@@ -272,6 +279,30 @@ def test_the_accounts_that_kubeflow_runs_steps_as_may_launch_jobs_in_their_names
 def test_the_policies_of_a_profile_choose_no_pod_that_is_not_holdfasts() -> None:
     for document in (document for document in render(PROFILE) if document["kind"] == "NetworkPolicy"):
         assert document["spec"]["podSelector"]["matchLabels"]["app.kubernetes.io/name"] == "holdfast", name_of(document)
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_the_account_policy_covers_the_namespace_and_names_the_accounts_of_every_step(overlay: str) -> None:
+    objects = render(overlay)
+    (namespace,) = (document for document in objects if document["kind"] == "Namespace")
+    bindings = [document["spec"] for document in objects if document["kind"] == "ValidatingAdmissionPolicyBinding"]
+    policies = {
+        document["metadata"]["name"]: document["spec"]
+        for document in objects
+        if document["kind"] == "ValidatingAdmissionPolicy"
+    }
+    assert {binding["policyName"] for binding in bindings} == set(policies)
+    for binding in bindings:
+        selector = binding["matchResources"]["namespaceSelector"]["matchLabels"]
+        assert selector.items() <= namespace["metadata"]["labels"].items()
+    assert {policy["failurePolicy"] for policy in policies.values()} == {"Fail"}
+    variables = {item["name"]: item["expression"] for item in policies["holdfast-pod-accounts"]["variables"]}
+    spec = Spec.model_validate({"name": "a", "data": {"sources": [{"uri": "a"}]}, "serving": {"kserve": {}}})
+    named = set(re.findall(r"'([\w-]+)'", variables["steps"]))
+    assert named == {account_of(step, spec) for step in STEPS.values()}
+    assert set(re.findall(r"'([\w-]+)'", variables["jobs"])) == {RANK_ACCOUNT, "default"}
+    expressions = " ".join(item["expression"] for item in policies["holdfast-pod-accounts"]["validations"])
+    assert {WORKFLOW_LABEL, *(kind.label for kind in KINDS.values())} <= set(re.findall(r"'(\S+/\S+)'", expressions))
 
 
 def test_the_right_to_label_nodes_is_in_no_overlay_and_is_nothing_but_that() -> None:

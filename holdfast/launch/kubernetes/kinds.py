@@ -29,6 +29,7 @@ class Kind:
     rank: Callable[[Object], int]  # number of a pod's node in the job
     status: Callable[[Object], Status]
     remedy: str  # if the cluster does not know this kind
+    label: str  # key of a label of every pod, which the controllers set after those of the template
     # The names of the objects that create or admit the pods of a job, by the job's name and uid.
     makers: Callable[[str, str], tuple[str, ...]] = lambda name, uid: (name,)  # noqa: ARG005
 
@@ -114,6 +115,7 @@ KINDS: Mapping[str, Kind] = {
         _pytorchjob_rank,
         _pytorchjob,
         "install the Kubeflow training operator, or use another cluster.job",
+        "training.kubeflow.org/job-name",
     ),
     "trainjob": Kind(
         Resource("trainer.kubeflow.org", "v1alpha1", "trainjobs"),
@@ -122,6 +124,7 @@ KINDS: Mapping[str, Kind] = {
         _trainjob_rank,
         _trainjob,
         "install the Kubeflow trainer, or use another cluster.job",
+        "jobset.sigs.k8s.io/jobset-name",
         lambda name, uid: (name, f"{name}-node-0"),  # noqa: ARG005 - a JobSet, and the Job in it
     ),
     "volcano": Kind(
@@ -131,6 +134,7 @@ KINDS: Mapping[str, Kind] = {
         _volcano_rank,
         _volcano,
         "install Volcano, or use another cluster.job",
+        "volcano.sh/job-name",
         lambda name, uid: (name, f"{name}-{uid}"),  # its PodGroup, which must be admitted before pods exist
     ),
 }

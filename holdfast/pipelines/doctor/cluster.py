@@ -77,6 +77,7 @@ def _under(node: Any, key: str) -> dict[str, Any]:
 
 # The accounts of steps: those of manifests/base, and KFP's in a profile and without profiles.
 LAUNCHERS = ("holdfast-launcher", "default-editor", "pipeline-runner")
+RANK_ACCOUNT = "holdfast-train"
 SERVICE_ACCOUNTS = "manifests/base/service-accounts.yaml"
 
 

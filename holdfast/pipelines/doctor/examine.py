@@ -31,6 +31,7 @@ CHECKS: dict[str, Callable[[Cluster], Iterator[Finding]]] = {
     pods.QUOTA: pods.quota,
     "settings": cluster.check_settings,
     "pod admission": pods.check_pod_admission,
+    "account policy": pods.check_account_policy,
     "quota": pods.check_quota,
     "claims": cluster.check_claims,
     "network policies": permissions.check_network_policies,

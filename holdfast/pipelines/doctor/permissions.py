@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from holdfast.pipelines.doctor.cluster import CUSTOM_RESOURCES, LAUNCHERS, SERVICE_ACCOUNTS, Cluster
+from holdfast.pipelines.doctor.cluster import CUSTOM_RESOURCES, LAUNCHERS, RANK_ACCOUNT, SERVICE_ACCOUNTS, Cluster
 from holdfast.pipelines.doctor.findings import Finding
 from holdfast.spec.errors import ExitCode
 
@@ -81,11 +81,11 @@ def check_service_accounts(cluster: Cluster) -> Iterator[Finding]:
     """Check the accounts of the manifests, and the spec's account for the training pods."""
     spec_account = cluster.spec.cluster.service_account if cluster.spec else None
     steps = ["holdfast-step", "holdfast-notify"] if cluster.launcher == LAUNCHERS[0] else []
-    ranks = [spec_account or "holdfast-train"] if spec_account or steps else []
+    ranks = [spec_account or RANK_ACCOUNT] if spec_account or steps else []
     for name in dict.fromkeys([*steps, cluster.launcher, *ranks]):
         if cluster.api.read(f"/api/v1/namespaces/{cluster.namespace}/serviceaccounts/{name}") is None:
             message = f"namespace {cluster.namespace} has no service account {name!r}"
-            is_ours = name in (LAUNCHERS[0], "holdfast-step", "holdfast-notify", "holdfast-train")
+            is_ours = name in (LAUNCHERS[0], "holdfast-step", "holdfast-notify", RANK_ACCOUNT)
             field = "cluster.service_account" if name == spec_account else "--service-account"
             manifest = SERVICE_ACCOUNTS if is_ours else ""
             is_needed = name == spec_account

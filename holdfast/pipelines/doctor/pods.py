@@ -7,7 +7,9 @@ from typing import Any
 from holdfast.launch.accelerators import ACCELERATORS, training_image
 from holdfast.launch.emitters import objects_for, training_job
 from holdfast.launch.kubernetes.client import Object
-from holdfast.pipelines.doctor.cluster import SERVICE_ACCOUNTS, Cluster
+from holdfast.launch.kubernetes.kinds import KINDS
+from holdfast.launch.kubernetes.owner import WORKFLOW_LABEL
+from holdfast.pipelines.doctor.cluster import LAUNCHERS, RANK_ACCOUNT, SERVICE_ACCOUNTS, Cluster
 from holdfast.pipelines.doctor.findings import Finding
 from holdfast.spec import Spec
 from holdfast.spec.cluster import amount
@@ -27,18 +29,27 @@ def check_pod_admission(cluster: Cluster) -> Iterator[Finding]:
     """One finding for a rank, and one for the launcher's pod as Argo would create it."""
     if cluster.spec is None:
         return
-    for owner, pod in (
-        ("a rank", rank_pod(cluster.spec)),
-        ("the step train", step_pod(cluster.spec, cluster.launcher)),
+    for owner, pod, label in (
+        ("a rank", rank_pod(cluster.spec), KINDS[cluster.job].label),
+        ("the step train", step_pod(cluster.spec, cluster.launcher), WORKFLOW_LABEL),
     ):
-        path = f"/api/v1/namespaces/{cluster.namespace}/pods?dryRun=All&fieldValidation=Strict"
-        pod["metadata"]["namespace"] = cluster.namespace
-        try:
-            cluster.api.ask(path, pod)
-        except HoldfastError as error:
-            yield _refused(cluster, owner, str(error))
+        if refusal := _refusal(cluster, pod, label):
+            yield _refused(cluster, owner, refusal)
         else:
             yield Finding(POD_ADMISSION_CHECK, "ok", f"{cluster.namespace} takes the pod of {owner}")
+
+
+def _refusal(cluster: Cluster, pod: dict[str, Any], label: str) -> str:
+    """Why the API server refuses the pod, by a dry run; empty if it admits it. `label`: of the pod's controller."""
+    path = f"/api/v1/namespaces/{cluster.namespace}/pods?dryRun=All&fieldValidation=Strict"
+    metadata = pod["metadata"]
+    labels = {**metadata.get("labels", {}), label: "doctor"}
+    body = {**pod, "metadata": {**metadata, "namespace": cluster.namespace, "labels": labels}}
+    try:
+        cluster.api.ask(path, body)
+    except HoldfastError as error:
+        return str(error) or "no reason given"
+    return ""
 
 
 def _refused(cluster: Cluster, what: str, message: str) -> Finding:
@@ -58,6 +69,8 @@ def _refused(cluster: Cluster, what: str, message: str) -> Finding:
             f"kubectl apply -n {cluster.namespace} -f {SERVICE_ACCOUNTS}, or name an account of "
             f"kubectl get serviceaccounts -n {cluster.namespace}"
         )
+    elif ACCOUNT_POLICY in message:
+        remedy = "allow the account as the message says, or name another one in cluster.service_account"
     elif "cannot create resource" in message:
         return Finding(
             POD_ADMISSION_CHECK,
@@ -70,6 +83,27 @@ def _refused(cluster: Cluster, what: str, message: str) -> Finding:
     return Finding(
         POD_ADMISSION_CHECK, "fail", f"the pod of {what} is refused: {message}", remedy, ExitCode.UNSCHEDULABLE
     )
+
+
+# Check that an admission policy limits the service accounts of Workflows, by a dry run of a pod that it refuses.
+#
+# Only where steps run as the accounts of the manifests: KFP chooses the accounts of its steps.
+
+ACCOUNT_POLICY_CHECK, ACCOUNT_POLICY = "account policy", "holdfast-pod-accounts"
+
+
+def check_account_policy(cluster: Cluster) -> Iterator[Finding]:
+    """One finding: a warning if a Workflow may run a pod as an account that no step has."""
+    if cluster.spec is None or cluster.launcher != LAUNCHERS[0]:
+        return
+    refusal = _refusal(cluster, step_pod(cluster.spec, RANK_ACCOUNT), WORKFLOW_LABEL)
+    if not refusal:
+        message = f"a Workflow in {cluster.namespace} may run a pod as any service account: no policy limits it"
+        remedy = "list manifests/components/account-policy in the overlay and apply it (Kubernetes 1.30 or newer)"
+        yield Finding(ACCOUNT_POLICY_CHECK, "warn", message, remedy)
+    elif ACCOUNT_POLICY in refusal:  # other refusals are reported by the check of admission
+        message = f"the policy {ACCOUNT_POLICY} limits the service accounts of Workflows in {cluster.namespace}"
+        yield Finding(ACCOUNT_POLICY_CHECK, "ok", message)
 
 
 def rank_pod(spec: Spec) -> dict[str, Any]:

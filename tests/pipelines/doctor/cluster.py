@@ -21,6 +21,7 @@ SERVED = {
     "scheduling.volcano.sh/v1beta1": ["queues"],
     "kueue.x-k8s.io/v1beta2": ["localqueues"],
 }
+WORKFLOW = "workflows.argoproj.io/workflow"
 OPERATOR = {
     "metadata": {"namespace": "kubeflow", "name": "training-operator"},
     "spec": {
@@ -84,6 +85,7 @@ class Cluster:
         }
         self.objects[CONTROLLER] = {"data": {"workflowDefaults": CONTROLLER_RETRIES.format("Always")}}
         self.refusal = ""  # why pods are not admitted
+        self.limits_accounts = True  # whether the namespace has the account policy
         self.users: set[str] = set()  # users in access reviews
         self.denied: set[str] = set()  # "verb resource"
         self.forbidden: set[str] = set()  # paths that answer 403
@@ -114,6 +116,9 @@ class Cluster:
                     account = review["spec"].get("serviceAccountName", "default")
                     exists = account == "default" or f"{ACCOUNT}/{account}" in cluster.objects
                     refusal = cluster.refusal or ("" if exists else f'serviceaccount "{account}" not found')
+                    labels = review["metadata"]["labels"]
+                    if cluster.limits_accounts and not refusal and account == "holdfast-train" and WORKFLOW in labels:
+                        refusal = "ValidatingAdmissionPolicy 'holdfast-pod-accounts' denied request"
                     if refusal:
                         self.answer(403, {"kind": "Status", "message": refusal})
                     else:

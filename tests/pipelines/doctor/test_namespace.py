@@ -80,6 +80,10 @@ def test_the_account_that_kubeflow_gives_its_runs_must_be_in_the_namespace(
             'pods "x" is forbidden: error looking up service account team/x: serviceaccount "x" not found',
             "kubectl apply",
         ),
+        (
+            "pods \"x\" is forbidden: ValidatingAdmissionPolicy 'holdfast-pod-accounts' denied request: the pod of a",
+            "cluster.service_account",
+        ),
     ],
 )
 def test_an_admission_refusal_of_a_pod_is_reported_with_the_remedy(cluster: Cluster, message: str, words: str) -> None:
@@ -88,6 +92,18 @@ def test_an_admission_refusal_of_a_pod_is_reported_with_the_remedy(cluster: Clus
     findings = examined(spec_with())["pod admission"]
     assert [finding.outcome for finding in findings] == ["fail", "fail"]
     assert all(message.partition(": ")[2] in finding.message and words in finding.remedy for finding in findings)
+
+
+def test_a_namespace_in_which_a_workflow_takes_any_account_is_reported(cluster: Cluster) -> None:
+    assert examined(spec_with()) == {}
+    cluster.limits_accounts = False
+    finding = only(examined(spec_with()), "account policy")
+    assert finding.outcome == "warn"
+    assert "team may run a pod as any service account" in finding.message
+    assert "manifests/components/account-policy" in finding.remedy
+    del cluster.objects[f"{ACCOUNT}/holdfast-launcher"]
+    cluster.objects[f"{ACCOUNT}/default-editor"] = {}
+    assert "account policy" not in examined(spec_with()), "KFP's namespaces have no such policy"
 
 
 def test_settings_and_secrets_are_looked_for_by_key_and_no_value_is_shown(cluster: Cluster) -> None:
