@@ -30,6 +30,7 @@ kind: ClusterRole
 metadata: {name: controllers}
 rules:
   - {apiGroups: [""], resources: [pods], verbs: [create]}
+  - {apiGroups: [apps], resources: [deployments], verbs: [get]} # kubectl reads what it patches
 ---
 apiVersion: rbac.authorization.k8s.io/v1
 kind: ClusterRoleBinding
@@ -39,6 +40,7 @@ subjects:
   - {kind: ServiceAccount, name: argo, namespace: argo}
   - {kind: ServiceAccount, name: training-operator, namespace: kubeflow}
   - {kind: ServiceAccount, name: replicaset-controller, namespace: kube-system}
+  - {kind: ServiceAccount, name: holdfast-serving, namespace: holdfast}
 """
 TOKEN_SECRET = {
     "apiVersion": "v1", "kind": "Secret", "type": "kubernetes.io/service-account-token",
