@@ -12,7 +12,8 @@ with a remedy and an `exit_code`.
 | module | what |
 |---|---|
 | `holdfast.api.submission` | requests, submissions; resume and stop |
-| `holdfast.api.run_handle` | runs: status, logs, history, ledger, cost, reports, audit |
+| `holdfast.api.run_functions` | start, list and compare runs |
+| `holdfast.api.run_handle` | one run: status, logs, history, ledger, cost, reports, audit |
 | `holdfast.api.rank_shell` | the command line that runs a command where a rank is |
 | `holdfast.api.checkpoints` | list, verify, compare, pin, collect, export and import checkpoints |
 | `holdfast.api.specs` | ids, manifests for every system, triggers, Kubeflow's pipelines and schedules |
@@ -21,18 +22,8 @@ with a remedy and an `exit_code`.
 | `holdfast.api.machines` | checks of clusters and machines, fault runs |
 """
 
-from holdfast.api.run_handle import (
-    Checkpoint,
-    Report,
-    Run,
-    RunState,
-    backend_runs,
-    comparison,
-    diff_runs,
-    run,
-    run_state,
-    runs,
-)
+from holdfast.api.run_functions import RunState, backend_runs, comparison, diff_runs, run, run_state, runs
+from holdfast.api.run_handle import Checkpoint, Report, Run
 from holdfast.api.submission import (
     ClusterOptions,
     Location,

@@ -228,7 +228,7 @@ def _whole_run(run: str) -> str:
 def _described(store: Store, identity: str, dataset_id: str) -> tuple[Spec, Dataset]:
     """The spec of a run and its dataset. Raises MissingError."""
     from holdfast.dataset import Dataset
-    from holdfast.pipelines.view.catalog import read_run
+    from holdfast.pipelines.view.run_record import read_run
     from holdfast.runtime.environment import cache_dir
 
     record = read_run(store, identity)

@@ -1,6 +1,6 @@
 """Parameter groups of the spec, by canonical names: which group a parameter belongs to, and what is frozen."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 from holdfast.model.initialise import parameter_shapes, trained
@@ -39,8 +39,3 @@ def trained_names(model: Model, vocabulary: int, training: Training) -> list[str
     if training.lora.rank is not None:
         return list(adapter_shapes(model, vocabulary, training.lora))
     return [name for name in parameter_shapes(model, vocabulary) if trained(name)]
-
-
-def frozen_names(names: Iterable[str], groups: Sequence[ParameterGroup]) -> set[str]:
-    """Those of `names` that a group freezes."""
-    return {name for name in names if group_of(name, groups).frozen}

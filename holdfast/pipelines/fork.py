@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from holdfast.checkpoint.fork import fork_checkpoint
 from holdfast.code.resolve import is_submitted, keep_submitted
 from holdfast.pipelines.backends.record import Record, find_record, find_submission
-from holdfast.pipelines.view.catalog import RunRecord
+from holdfast.pipelines.view.run_record import RunRecord
 from holdfast.spec import Spec, dump_spec, run_id
 from holdfast.spec.errors import MissingError, Problem, SpecError
 from holdfast.spec.training import KEEPING

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from holdfast.spec import Spec
 from holdfast.spec.batch_sizes import BatchSizes
-from holdfast.spec.cluster import Prices
+from holdfast.spec.prices import Prices
 from holdfast.telemetry.events import AttemptBegan, Event, SaveCommitted, TimeSpent
 from holdfast.telemetry.ledger import Ledger
 

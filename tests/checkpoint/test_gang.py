@@ -15,6 +15,7 @@ from holdfast.checkpoint import StateDigest
 from holdfast.collectives import Gang, is_lost_peer, use_json_for_objects
 from holdfast.spec.errors import DataError, ExitCode, FencedError, HoldfastError
 from tests.checkpoint.ranks import in_ranks, process_group
+from tests.whole.attacks import Payload
 
 
 @pytest.mark.parametrize(
@@ -38,16 +39,6 @@ from tests.checkpoint.ranks import in_ranks, process_group
 )  # fmt: skip
 def test_only_errors_of_a_lost_rank_count_as_a_lost_peer(error: Exception, lost: bool) -> None:
     assert is_lost_peer(error) is lost
-
-
-class Payload:
-    """An object that runs code when it is unpickled."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.mark,)
 
 
 def fenced() -> int:

@@ -17,7 +17,7 @@ from holdfast.checkpoint import open_checkpoint
 from holdfast.components.train.result import TrainingResult, read_result
 from holdfast.engines.assignment import Assignment
 from holdfast.pipelines.chaos import faults
-from holdfast.pipelines.chaos.faults import AGENT, TORCHRUN, ranks_of, running
+from holdfast.pipelines.chaos.processes import AGENT, TORCHRUN, ranks_of, running
 from holdfast.spec import Spec, run_id
 from holdfast.store import Store
 from holdfast.telemetry import read_history

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdfast.pipelines.chaos.faults import TORCHRUN
+from holdfast.pipelines.chaos.processes import TORCHRUN
 from holdfast.spec import ExitCode, Spec, run_id
 from holdfast.store import Store, layout
 from holdfast.telemetry import read_events

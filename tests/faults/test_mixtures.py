@@ -18,7 +18,8 @@ from holdfast.pipelines.chaos import disk, fault_run, faults
 from holdfast.pipelines.chaos import faults as catalogue
 from holdfast.pipelines.chaos.disk import Disk
 from holdfast.pipelines.chaos.fault_run import Run, schedule
-from holdfast.pipelines.chaos.faults import FAULTS, Clock, ranks_of
+from holdfast.pipelines.chaos.faults import FAULTS, Clock
+from holdfast.pipelines.chaos.processes import ranks_of
 from holdfast.pipelines.chaos.proxy import FaultyProxy
 from holdfast.spec import ExitCode, Spec, dump_spec, run_id
 from holdfast.store import Store, open_store

@@ -22,7 +22,7 @@ from holdfast.launch.micro_batch import (
 )
 from holdfast.pipelines.cli import app
 from holdfast.pipelines.view import report
-from holdfast.pipelines.view.catalog import read_run
+from holdfast.pipelines.view.run_record import read_run
 from holdfast.planning.auto import micro_batch_candidates, with_micro_batch
 from holdfast.rank.measure import micro_batch
 from holdfast.rank.measure.micro_batch import choose_micro_batch, fastest

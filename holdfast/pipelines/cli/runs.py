@@ -32,7 +32,7 @@ from holdfast.pipelines.cli.options import (
 
 if TYPE_CHECKING:
     from holdfast.pipelines.backends.record import Record
-    from holdfast.pipelines.view.catalog import RunRecord
+    from holdfast.pipelines.view.run_record import RunRecord
     from holdfast.store import Store
 
 app = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")

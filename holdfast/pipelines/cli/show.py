@@ -17,7 +17,7 @@ from holdfast.spec.errors import MissingError, StoreUnreachableError
 
 if TYPE_CHECKING:
     from holdfast.pipelines.backends.interface import RunStatus
-    from holdfast.pipelines.view.catalog import RunRecord
+    from holdfast.pipelines.view.run_record import RunRecord
     from holdfast.store import Store
     from holdfast.telemetry.event_log import Reached
 

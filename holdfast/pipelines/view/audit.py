@@ -11,9 +11,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.pipelines.view.checkpoints import print_difference
 from holdfast.pipelines.view.report import WIDE
+from holdfast.pipelines.view.run_record import RunRecord
 from holdfast.pipelines.view.terminal import SafeConsole
 
 if TYPE_CHECKING:

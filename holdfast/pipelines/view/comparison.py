@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from holdfast.pages import Chart, Series, draw_chart, number, points, render
 from holdfast.pipelines.documents import write_whole
 from holdfast.pipelines.view.audit import flatten
-from holdfast.pipelines.view.catalog import RunRecord
+from holdfast.pipelines.view.run_record import RunRecord
 from holdfast.scoring.comparison import BLESSED, Comparison, read_comparison
 from holdfast.spec.errors import MissingError
 from holdfast.store import Store

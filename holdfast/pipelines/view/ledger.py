@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from holdfast.pipelines.view.terminal import SafeConsole, duration
-from holdfast.spec.cluster import Prices
+from holdfast.spec.prices import Prices
 from holdfast.telemetry.cost import Cost
 from holdfast.telemetry.ledger import CLASSES, Ledger
 

@@ -15,9 +15,9 @@ from holdfast.audit.records import read_audits
 from holdfast.dataset.manifest import find_manifest
 from holdfast.model.config.fixed_fields import fixed_fields
 from holdfast.pages.accelerators import newest_figures
-from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.pipelines.view.ledger import cost_lines
 from holdfast.pipelines.view.ledger import lines as ledger_lines
+from holdfast.pipelines.view.run_record import RunRecord
 from holdfast.pipelines.view.summary import drops, figures, model_place, next_commands, outcome, reasons, report_place
 from holdfast.pipelines.view.terminal import SafeConsole
 from holdfast.pipelines.view.throughput import lines as accelerator_lines

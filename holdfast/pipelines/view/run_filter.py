@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.pipelines.view.audit import flatten
-from holdfast.pipelines.view.catalog import RunRecord
+from holdfast.pipelines.view.run_record import RunRecord
 from holdfast.spec.errors import UsageError
 
 LONGEST = 1000  # characters

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from holdfast.dataset.manifest import find_manifest
-from holdfast.pipelines.view.catalog import RunRecord
+from holdfast.pipelines.view.run_record import RunRecord
 from holdfast.runtime.environment import store_url
 from holdfast.scoring.verdict import solved_shares
 from holdfast.spec.errors import HoldfastError

@@ -23,20 +23,11 @@ from holdfast.launch.node import rendezvous
 from holdfast.launch.node.rendezvous import SealedBackend
 from holdfast.runtime.sealing import seal
 from tests.ports import LAUNCH_KEY, free_port
+from tests.whole.attacks import Payload
 
 (KEY,) = LAUNCH_KEY.values()
 RUN = "run"
 STATE_KEY = f"torch.rendezvous.{RUN}"
-
-
-class Payload:
-    """A pickle that runs code when it is loaded."""
-
-    def __init__(self, mark: Path) -> None:
-        self.mark = mark
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Path.touch, (self.mark,)
 
 
 @pytest.fixture

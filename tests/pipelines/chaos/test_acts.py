@@ -17,7 +17,8 @@ import pytest
 from holdfast.pipelines.chaos import disk
 from holdfast.pipelines.chaos.disk import Disk
 from holdfast.pipelines.chaos.fault_run import Planned, Run
-from holdfast.pipelines.chaos.faults import FAULTS, LIMIT_SECONDS, PIPELINE, Clock, Scene, _unlimitable, cut, refused
+from holdfast.pipelines.chaos.faults import FAULTS, LIMIT_SECONDS, Clock, Scene, _unlimitable, cut, refused
+from holdfast.pipelines.chaos.processes import PIPELINE
 from holdfast.telemetry.channel import line_of
 from holdfast.telemetry.events import Progress
 

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from holdfast.checkpoint.retention import checkpoint_times
 from holdfast.model.initialise import parameter_shapes
 from holdfast.pipelines.cli import app
-from holdfast.pipelines.view.catalog import read_run
+from holdfast.pipelines.view.run_record import read_run
 from holdfast.spec import parse_spec
 from holdfast.store import Store, open_store
 from tests import warm

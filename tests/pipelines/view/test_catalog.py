@@ -10,7 +10,8 @@ from typer.testing import CliRunner
 
 from holdfast.pipelines.backends.record import Record, find_record
 from holdfast.pipelines.cli import app
-from holdfast.pipelines.view.catalog import all_runs, find_run, read_run, some_runs
+from holdfast.pipelines.view.catalog import all_runs, find_run, some_runs
+from holdfast.pipelines.view.run_record import read_run
 from holdfast.pipelines.view.summary import model_place, next_commands
 from holdfast.spec.errors import MissingError
 from holdfast.store import Store, layout, open_store

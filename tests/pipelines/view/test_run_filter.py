@@ -9,9 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.pipelines.cli import app
-from holdfast.pipelines.view.catalog import RunRecord, all_runs, find_run
+from holdfast.pipelines.view.catalog import all_runs, find_run
 from holdfast.pipelines.view.comparison import draw_runs
 from holdfast.pipelines.view.run_filter import LONGEST, select_runs
+from holdfast.pipelines.view.run_record import RunRecord
 from holdfast.spec.errors import UsageError
 from holdfast.store import Store, layout, open_store
 from holdfast.telemetry.run_metadata import MAX_TAGS, change_labels

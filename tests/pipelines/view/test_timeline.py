@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.pipelines.view.catalog import RunRecord
 from holdfast.pipelines.view.report import print_run, timeline
+from holdfast.pipelines.view.run_record import RunRecord
 from holdfast.store import open_store
 from holdfast.telemetry import emit, read_events, recording
 from holdfast.telemetry.events import AttemptBegan, LaunchEnded, Progress, SaveCommitted

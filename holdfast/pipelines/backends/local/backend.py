@@ -22,7 +22,8 @@ from holdfast.pipelines.backends.rank_shell import RankShell
 from holdfast.pipelines.backends.record import Record, find_record, log_file, read_record, sweep_records
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root
-from holdfast.pipelines.view.catalog import RunRecord, all_runs, find_run, read_run
+from holdfast.pipelines.view.catalog import all_runs, find_run
+from holdfast.pipelines.view.run_record import RunRecord, read_run
 from holdfast.runtime.environment import store_url
 from holdfast.runtime.output import CHUNK, LineCutter
 from holdfast.spec.errors import HoldfastError, MissingError

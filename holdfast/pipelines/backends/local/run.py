@@ -22,7 +22,7 @@ from holdfast.pipelines.backends.local.follow import Signals, follow
 from holdfast.pipelines.backends.record import Record, keep, process_start, record_of
 from holdfast.pipelines.backends.request import RunRequest
 from holdfast.pipelines.paths import store_root, with_absolute_paths
-from holdfast.pipelines.view.catalog import RunRecord, read_run
+from holdfast.pipelines.view.run_record import RunRecord, read_run
 from holdfast.pipelines.view.summary import print_summary
 from holdfast.pipelines.view.terminal import Board, SafeConsole
 from holdfast.runtime.environment import has_mlflow, log_dir, make_folder, store_url
