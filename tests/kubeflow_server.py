@@ -27,6 +27,7 @@ import yaml
 from google.protobuf import json_format
 from kfp.pipeline_spec import pipeline_spec_pb2
 
+from tests.http_server import QuietHandler
 from tests.kubeflow_workflow import ENDED, Node, Workflow, nodes_of
 from tests.recordings import missing_log, recorded_run
 
@@ -386,13 +387,13 @@ def _get(table: dict[str, dict[str, Any]], key: str) -> dict[str, Any]:
 
 
 def _handler_of(server: KubeflowServer) -> type[BaseHTTPRequestHandler]:
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         protocol_version = "HTTP/1.1"
         wbufsize = -1  # headers and body in one packet, because two would wait for each other
 
         def _serve(self) -> None:
             parts = urlsplit(self.path)
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = self.body()
             server.requests.append((self.command, parts.path))
             server.headers.append(dict(self.headers))
             fault = server.fault(len(server.requests) - 1, self.command, parts.path)
@@ -416,18 +417,10 @@ def _handler_of(server: KubeflowServer) -> type[BaseHTTPRequestHandler]:
                 self.close_connection = True
                 return
             if status == 302:
-                answer = BROWSER_PAGE
-            self.send_response(status)
-            self.send_header("Content-Type", "text/html" if status == 302 else "application/json")
-            if status == 302:
-                self.send_header("Location", "/login")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+                self.answer(status, BROWSER_PAGE, Content_Type="text/html", Location="/login")
+            else:
+                self.answer(status, answer, Content_Type="application/json")
 
         do_GET = do_POST = do_DELETE = _serve  # noqa: N815 - as the base class calls them
-
-        def log_message(self, *_: object) -> None:
-            """Log nothing: tests read `requests`."""
 
     return Handler

@@ -16,6 +16,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from tests.cluster.logs import chunked, stream
 from tests.cluster.objects import NAMESPACE, Object, Objects, StatusError, matches, selected
+from tests.http_server import QuietHandler
 
 _PATH = re.compile(
     r"/(?:api|apis/(?P<group>[^/]+))/(?P<version>[^/]+)/namespaces/(?P<namespace>[^/]+)"
@@ -59,11 +60,8 @@ class ApiServer:
         self.may_patch_nodes = False
         server = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_: object) -> None:
-                pass
 
             def handle_any(self) -> None:
                 server._handle(self)

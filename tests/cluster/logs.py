@@ -17,6 +17,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
 from tests.cluster.container import Printed
+from tests.http_server import QuietHandler
 
 
 def chunked(request: BaseHTTPRequestHandler) -> Callable[[bytes], None]:
@@ -65,11 +66,8 @@ class NodeLogs:
     def __init__(self, folder: Path, logs: Callable[[str], Printed | None]) -> None:
         node = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_: object) -> None:
-                pass
 
             def do_GET(self) -> None:
                 address = urlsplit(self.path)

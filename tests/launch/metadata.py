@@ -2,9 +2,10 @@
 
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
+
+from tests.http_server import QuietHandler, running
 
 TOKEN = "token-1"
 MACHINE = "machine-0"
@@ -24,26 +25,20 @@ class Metadata:
         self._preempted, self._changed = False, threading.Condition()
         service = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 service._answer(self)
 
             do_PUT = do_GET  # noqa: N815
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._running = running(Handler)
 
     def __enter__(self) -> Self:
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        self.url = self._running.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._running.__exit__(None, None, None)
 
     def preempt(self) -> None:
         """GCP takes the machine back. A client that asks after one was notified is on another machine."""
@@ -51,7 +46,7 @@ class Metadata:
             self._preempted = True
             self._changed.notify_all()
 
-    def _answer(self, request: BaseHTTPRequestHandler) -> None:
+    def _answer(self, request: QuietHandler) -> None:
         self.requests.append(f"{request.command} {request.path}")
         parts = urlsplit(request.path)
         if self.broken:
@@ -66,7 +61,7 @@ class Metadata:
         else:
             self._say(request, 403, "no")
 
-    def _aws(self, request: BaseHTTPRequestHandler, path: str) -> None:
+    def _aws(self, request: QuietHandler, path: str) -> None:
         if path == "/latest/api/token":
             has_ttl = request.command == "PUT" and request.headers["X-aws-ec2-metadata-token-ttl-seconds"]
             self._say(request, 200 if has_ttl else 400, self.token)
@@ -79,7 +74,7 @@ class Metadata:
         else:
             self._say(request, 404, "")
 
-    def _gcp(self, request: BaseHTTPRequestHandler, query: dict[str, list[str]]) -> None:
+    def _gcp(self, request: QuietHandler, query: dict[str, list[str]]) -> None:
         with self._changed:
             if query.get("wait_for_change") == ["true"]:
                 self.waited.set()
@@ -92,16 +87,11 @@ class Metadata:
     def _tag(self) -> str:
         return f"tag+{int(self._preempted)}/="
 
-    def _azure(self, request: BaseHTTPRequestHandler, path: str) -> None:
+    def _azure(self, request: QuietHandler, path: str) -> None:
         if path == "/metadata/instance/compute/name":
             self._say(request, 200, MACHINE)
         else:
             self._say(request, 200, json.dumps({"DocumentIncarnation": 1, "Events": self.events}))
 
-    def _say(self, request: BaseHTTPRequestHandler, status: int, text: str, **headers: str) -> None:
-        body = text.encode()
-        request.send_response(status)
-        for name, value in {**headers, "Content-Length": str(len(body))}.items():
-            request.send_header(name, value)
-        request.end_headers()
-        request.wfile.write(body)
+    def _say(self, request: QuietHandler, status: int, text: str, **headers: str) -> None:
+        request.answer(status, text.encode(), **headers)

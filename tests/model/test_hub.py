@@ -1,11 +1,9 @@
 """The Hub: a repository is identified without a download, and fetched as one commit, from a real HTTP server."""
 
 import hashlib
-import json
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from huggingface_hub.utils.sha import git_hash
 from holdfast.model.hub import Place, hub_file, parse_place, require_weights, weights_digest
 from holdfast.model.hugging_face import open_weights
 from holdfast.spec.errors import DataError, MissingError, StoreUnreachableError
+from tests.http_server import QuietHandler, running
 from tests.model.tiny_model import decoder, export, shape
 
 COMMIT = "c" * 40
@@ -39,19 +38,10 @@ class Hub(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: Hub
 
-    def do_HEAD(self) -> None:
-        self._answer(body=False)
-
     def do_GET(self) -> None:
-        self._answer(body=True)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def _answer(self, body: bool) -> None:
         path = self.path.partition("?")[0]
         self.server.requests.append(f"{self.command} {path}")
         if path.startswith(f"{self.server.api}/tree/"):
@@ -59,7 +49,7 @@ class _Handler(BaseHTTPRequestHandler):
             for name, file in self.server.listed():
                 digest, size = hashlib.sha256(file.read_bytes()).hexdigest(), file.stat().st_size
                 files.append({"type": "file", "path": name, "size": size, "oid": digest[:40]})
-            self._send(200, json.dumps(files).encode(), body)
+            self._send(200, files)
         elif path.startswith(self.server.api):
             files = []
             for name, file in self.server.listed():
@@ -68,38 +58,34 @@ class _Handler(BaseHTTPRequestHandler):
                 lfs = {"lfs": {"size": size, "sha256": digest, "pointerSize": 1}} if "safetensors" in name else {}
                 files.append({"rfilename": name, "size": size, "blobId": git_hash(file.read_bytes()), **lfs})
             answer = {"id": "tiny/llama", "sha": self.server.commit, "siblings": files}
-            self._send(200, json.dumps(answer).encode(), body)
+            self._send(200, answer)
         elif path.startswith(self.server.files):
             file = self.server.folder / path.removeprefix(self.server.files).partition("/")[2]
             if file.is_file():
                 data = file.read_bytes()
-                self._send(200, data, body, ETag=f'"{hashlib.sha256(data).hexdigest()}"')
+                self._send(200, data, ETag=f'"{hashlib.sha256(data).hexdigest()}"')
             else:
-                self._send(404, b"", body, **{"X-Error-Code": "EntryNotFound"})
+                self._send(404, b"", X_Error_Code="EntryNotFound")
         else:
-            self._send(404, b"", body, **{"X-Error-Code": "RepoNotFound"})
+            self._send(404, b"", X_Error_Code="RepoNotFound")
 
-    def _send(self, status: int, data: bytes, body: bool, **headers: str) -> None:
-        self.send_response(status)
-        for name, value in {"Content-Length": str(len(data)), "X-Repo-Commit": self.server.commit, **headers}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(data)
+    do_HEAD = do_GET  # noqa: N815
+
+    def _send(self, status: int, data: object, **headers: str) -> None:
+        self.answer(status, data, X_Repo_Commit=self.server.commit, **headers)
 
 
 @contextmanager
 def serving(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str = "models") -> Iterator[Hub]:
     """A Hub with the files of a folder, which huggingface_hub then uses. Its cache is next to the folder."""
-    with Hub(folder, kind) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+    server = Hub(folder, kind)
+    with running(server):
         monkeypatch.setattr(constants, "ENDPOINT", server.url)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", server.url + "/{repo_id}/resolve/{revision}/{filename}"
         )
         monkeypatch.setenv("HOLDFAST_HOME", str(folder.parent / "home"))
         yield server
-        server.shutdown()
 
 
 @pytest.fixture

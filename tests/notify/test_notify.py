@@ -6,12 +6,11 @@ import re
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from html import unescape
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from holdfast.spec import ExitCode, parse_spec
 from holdfast.store import Store, layout, open_store
 from holdfast.telemetry import emit, read_events, recording
 from holdfast.telemetry.events import Progress, SaveFailed
+from tests.http_server import QuietHandler, running
 
 SPEC = "name: story\ndata:\n  sources:\n    - uri: corpus/*.txt\n"
 RUN_ID = "fedcba9876543210"
@@ -53,22 +53,17 @@ class Webhook:
         self.bodies: list[dict] = []
         hook = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
                 status = statuses[min(len(hook.bodies), len(statuses) - 1)]
-                hook.bodies.append(json.loads(body))
-                self.send_response(status)
-                if status == 302:
-                    self.send_header("Location", f"http://127.0.0.1:{hook.port}/elsewhere")
-                self.end_headers()
+                hook.bodies.append(json.loads(self.body()))
+                place = {"Location": f"http://127.0.0.1:{hook.port}/elsewhere"} if status == 302 else {}
+                self.answer(status, **place)
 
             def do_GET(self) -> None:
                 raise AssertionError("the redirect was followed")
 
-            def log_message(self, *_: object) -> None: ...
-
-        self.server = HTTPServer(("127.0.0.1", 0), Handler)
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.port = self.server.server_port
         self.url = f"http://127.0.0.1:{self.port}/services/{SECRET}"
 
@@ -82,14 +77,8 @@ def run(
 @contextmanager
 def listening(*statuses: int) -> Iterator[Webhook]:
     hook = Webhook(*statuses)
-    thread = threading.Thread(target=hook.server.serve_forever)
-    thread.start()
-    try:
+    with running(hook.server):
         yield hook
-    finally:
-        hook.server.shutdown()
-        thread.join()
-        hook.server.server_close()
 
 
 def write_finished_run(store: Store, word: str, key: str = "k-none", *overrides: str) -> None:

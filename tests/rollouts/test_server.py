@@ -4,10 +4,9 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.rollout import AnswerSource
 from holdfast.store import layout, open_store
 from tests.checkpoint.ranks import in_ranks
+from tests.http_server import QuietHandler, running
 from tests.rollouts.prompt_run import prompt_spec, turns_fields, write_prompts
 from tests.rollouts.test_training import answers, overrides
 from tests.train.ranks import Runs, identity_of, train_in_ranks, trained
@@ -49,11 +49,11 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: Server
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.body())
         self.server.requests.append(body)
         name = body["model"]
         if self.server.look is not None:
@@ -73,14 +73,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.stale -= 1
                 name = "an older one"
             made = [self._choice(body) for _ in range(body["n"])]
-            raw = json.dumps({"model": name, "choices": made}).encode()
-            self.send_response(200)
-            self.send_header("Content-Length", str(len(raw)))
-            self.end_headers()
-            self.wfile.write(raw)
-
-    def log_message(self, *_: object) -> None:
-        """Nothing."""
+            self.answer(200, {"model": name, "choices": made})
 
     def _choice(self, body: dict[str, Any]) -> dict[str, Any]:
         size = random.randint(1, body["max_tokens"])
@@ -92,12 +85,9 @@ class _Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     """A server of the folder `weights`."""
-    with Server(tmp_path / "weights") as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-        thread.start()
+    server = Server(tmp_path / "weights")
+    with running(server):
         yield server
-        server.shutdown()
-        thread.join()
 
 
 def source(server: Server, seconds: float = 20) -> AnswerSource:

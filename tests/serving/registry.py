@@ -5,9 +5,10 @@ OpenAPI (api/openapi/model-registry.yaml) and handlers (internal/server/openapi,
 import json
 import re
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 from urllib.parse import parse_qs, urlsplit
+
+from tests.http_server import QuietHandler, running
 
 ROOT = "/api/model_registry/v1alpha3/"
 Entry = dict[str, Any]
@@ -68,37 +69,26 @@ class Registry:
     def __enter__(self) -> Self:
         registry = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             protocol_version = "HTTP/1.1"
 
             def do_any(self) -> None:
-                length = int(self.headers.get("Content-Length") or 0)
-                body = json.loads(self.rfile.read(length)) if length else None
+                body = json.loads(self.body() or b"null")
                 status, answer = registry.answer(self.command, self.path, body, self.headers.get("Authorization", ""))
                 if self.command in registry.lost:
                     registry.lost.remove(self.command)
                     self.close_connection = True
                     return
-                data = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
+                self.answer(status, answer, Content_Type="application/json")
 
             do_GET = do_POST = do_PATCH = do_any  # noqa: N815 - the names that http.server looks for
 
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self._server.server_port}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self._running = running(Handler)
+        self.url = self._running.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._running.__exit__(None, None, None)
 
     def answer(self, method: str, path: str, body: Entry | None, authorization: str) -> tuple[int, Entry]:
         """The status and the body."""

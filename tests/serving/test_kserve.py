@@ -1,9 +1,7 @@
 """The InferenceService has the fields that KServe reads, and writing it loses no fields of other writers."""
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from holdfast.serving import inference_service
 from holdfast.serving.kserve import apply
 from holdfast.spec import Spec, SpecError, parse_spec
 from holdfast.spec.errors import AccessDeniedError, MissingError
+from tests.http_server import QuietHandler, running
 
 SOURCE = "s3://bucket/prefix/runs/fedcba9876543210/export/step-000000008/"
 
@@ -95,25 +94,14 @@ class Server:
 def server() -> Iterator[Server]:
     fake = Server()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_PATCH(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = json.loads(self.body())
             fake.requests.append((self.command, self.path, self.headers["Content-Type"], body))
-            data = json.dumps({"kind": "Status", "message": "no", "code": fake.status}).encode()
-            self.send_response(fake.status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
+            self.answer(fake.status, {"kind": "Status", "message": "no", "code": fake.status})
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    fake.url = f"http://127.0.0.1:{http.server_port}"
-    threading.Thread(target=http.serve_forever, daemon=True).start()
-    yield fake
-    http.shutdown()
-    http.server_close()
+    with running(Handler) as fake.url:
+        yield fake
 
 
 def test_the_inference_service_is_written_by_server_side_apply(server: Server) -> None:

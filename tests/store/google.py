@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from html import escape
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, unquote, urlsplit
+
+from tests.http_server import QuietHandler, running
 
 PAGE = 4  # keys in one page of a listing
 META = "x-goog-meta-"
@@ -54,39 +55,27 @@ def google_server() -> Iterator[GoogleServer]:
     """A running server."""
     state = GoogleServer()
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-        def reply(self, status: int, body: bytes = b"", **headers: str) -> None:
-            self.send_response(status)
-            for name, value in headers.items():
-                self.send_header(name.replace("_", "-"), value)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            if self.command != "HEAD":
-                self.wfile.write(body)
 
         def handle_any(self) -> None:
             url = urlsplit(self.path)
             key, query = unquote(url.path).removeprefix("/"), dict(parse_qsl(url.query, keep_blank_values=True))
-            body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            body = self.body()
             for fault in state.faults:
                 if status := fault(self.command, key, query):
                     if status > 0:
-                        return self.reply(status)
+                        return self.answer(status)
                     self.close_connection = True
                     return self.connection.close()
             if "list-type" in query:
-                return self.reply(200, _listing(state, f"{key.rstrip('/')}/", query).encode())
+                return self.answer(200, _listing(state, f"{key.rstrip('/')}/", query).encode())
             if self.command == "DELETE" and "uploadId" in query:
                 state.uploads.pop(query["uploadId"], None)
-                return self.reply(204)
+                return self.answer(204)
             if self.command == "DELETE":
-                return self.reply(204 if state.objects.pop(key, None) else 404)
+                return self.answer(204 if state.objects.pop(key, None) else 404)
             if self.command in ("GET", "HEAD"):
                 return self.read(key)
             return self.write(key, query, body)
@@ -94,11 +83,11 @@ def google_server() -> Iterator[GoogleServer]:
         def read(self, key: str) -> None:
             found = state.objects.get(key)
             if found is None:
-                return self.reply(404)
+                return self.answer(404)
             content, generation, metadata = found
             tag = f'"{hashlib.md5(content, usedforsecurity=False).hexdigest()}"'
             if self.headers.get("If-Match") not in (None, tag):
-                return self.reply(412)
+                return self.answer(412)
             status, headers = (
                 200,
                 {"ETag": tag, "x_goog_generation": str(generation), "Last_Modified": formatdate(1.5e9)},
@@ -107,40 +96,35 @@ def google_server() -> Iterator[GoogleServer]:
                 start, size = int(wanted[1]), len(content)
                 content = content[start : int(wanted[2]) + 1]
                 if not content:
-                    return self.reply(416)
+                    return self.answer(416)
                 status = 206
                 headers["Content_Range"] = f"bytes {start}-{start + len(content) - 1}/{size}"
-            return self.reply(status, content, **headers, **metadata)
+            return self.answer(status, content, **headers, **metadata)
 
         def write(self, key: str, query: dict[str, str], body: bytes) -> None:
             if "uploads" in query:
                 state.uploads[upload := uuid.uuid4().hex] = {}
                 text = f"<InitiateMultipartUploadResult><UploadId>{upload}</UploadId></InitiateMultipartUploadResult>"
-                return self.reply(200, text.encode())
+                return self.answer(200, text.encode())
             if "partNumber" in query:
                 state.uploads[query["uploadId"]][int(query["partNumber"])] = body
-                return self.reply(200, ETag='"part"')
+                return self.answer(200, ETag='"part"')
             if "uploadId" in query:
                 parts = state.uploads.pop(query["uploadId"])
                 body = b"".join(parts[number] for number in sorted(parts))
             metadata = {name: value for name, value in self.headers.items() if name.lower().startswith(META)}
             generation = state.store(key, body, metadata, self.headers.get("x-goog-if-generation-match"))
             if not generation:
-                return self.reply(412)
+                return self.answer(412)
             tag = f'"{hashlib.md5(body, usedforsecurity=False).hexdigest()}"'
             text = "<CompleteMultipartUploadResult><ETag>whole</ETag></CompleteMultipartUploadResult>"
             answer = text.encode() if "uploadId" in query else b""
-            return self.reply(200, answer, ETag=tag, x_goog_generation=str(generation))
+            return self.answer(200, answer, ETag=tag, x_goog_generation=str(generation))
 
         do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = handle_any  # noqa: N815
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    state.address = f"http://127.0.0.1:{server.server_port}"
-    yield state
-    server.shutdown()
-    server.server_close()
+    with running(Handler) as state.address:
+        yield state
 
 
 def _listing(state: GoogleServer, bucket: str, query: dict[str, str]) -> str:

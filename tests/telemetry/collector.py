@@ -1,16 +1,16 @@
 """A collector of OpenTelemetry traces on this machine: it keeps what clients post by OTLP over HTTP."""
 
 import gzip
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceRequest,
     ExportTraceServiceResponse,
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
+
+from tests.http_server import QuietHandler, running
 
 
 class Collector:
@@ -43,29 +43,16 @@ class Collector:
 def collecting() -> Iterator[Collector]:
     """A collector that listens while in the context."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
+            body = self.body()
             if self.headers.get("Content-Encoding") == "gzip":
                 body = gzip.decompress(body)
             assert self.path == "/v1/traces", self.path
             collector.requests.append(ExportTraceServiceRequest.FromString(body))
             answer = ExportTraceServiceResponse().SerializeToString()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/x-protobuf")
-            self.send_header("Content-Length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
+            self.answer(200, answer, Content_Type="application/x-protobuf")
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        collector = Collector(f"http://127.0.0.1:{server.server_port}")
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        try:
-            yield collector
-        finally:
-            server.shutdown()
-            thread.join()
+    with running(Handler) as url:
+        collector = Collector(url)
+        yield collector

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
+
+from tests.http_server import QuietHandler, running
 
 PATH = "/apis/trainer.kubeflow.org/v1alpha1/namespaces/team/trainjobs/job/status"
 
@@ -36,24 +38,19 @@ class TrainerServer(ThreadingHTTPServer):
         self.socket = context.wrap_socket(self.socket, server_side=True)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _Handler(QuietHandler):
     server: TrainerServer
 
     def do_POST(self) -> None:
         assert self.server.answers.wait(60)
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        body = json.loads(self.body())
         fits = (self.path, self.headers["Authorization"]) == (PATH, f"Bearer {self.server.token}")
         if fits:
             self.server.bodies.append(body)
         else:
             self.server.refused += 1
             body = {"status": "Failure", "message": "Forbidden", "code": 403}
-        self.send_response(200 if fits else 403)
-        self.end_headers()
-        self.wfile.write(json.dumps(body).encode())
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
+        self.answer(200 if fits else 403, body)
 
 
 def write_certificate(folder: Path) -> None:
@@ -83,12 +80,9 @@ def trainer_server(folder: Path) -> Iterator[TrainerServer]:
     write_certificate(folder)
     (folder / "token").write_text("first\n")
     server = TrainerServer(folder)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    with pytest.MonkeyPatch.context() as patch:
+    with running(server), pytest.MonkeyPatch.context() as patch:
         patch.setenv("KUBEFLOW_TRAINER_SERVER_URL", f"https://localhost:{server.server_address[1]}{PATH}")
         patch.setenv("KUBEFLOW_TRAINER_SERVER_CA_CERT", str(folder / "ca.crt"))
         patch.setenv("KUBEFLOW_TRAINER_SERVER_TOKEN", str(folder / "token"))
         patch.setenv("RANK", "0")
         yield server
-    server.shutdown()
-    server.server_close()

@@ -2,11 +2,9 @@
 
 import logging
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import boto3
@@ -17,6 +15,7 @@ from holdfast.spec.errors import ExitCode, HoldfastError
 from holdfast.store import Store
 from holdfast.tracking import TrackingUnavailable, artifacts, connect, registered, require_usable
 from holdfast.tracking.connection import translated
+from tests.http_server import QuietHandler, running
 from tests.tracking import made
 from tests.tracking.test_tracker import assert_holds_each_step_once, opened
 
@@ -37,20 +36,12 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def answering(status: int, body: bytes) -> Iterator[str]:
     """A server that gives the same answer to every request."""
 
-    class Handler(BaseHTTPRequestHandler):
+    class Handler(QuietHandler):
         def do_GET(self) -> None:
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(status, body)
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
+    with running(Handler) as url:
+        yield url
 
 
 @pytest.mark.parametrize("root", ["s3://missing/x", "wasbs://c@a.blob.core.windows.net/x", "file:///proc/nothing"])

@@ -3,7 +3,7 @@
 import copy
 import json
 import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,6 +12,7 @@ import yaml
 
 from holdfast.pipelines import doctor
 from holdfast.spec import Spec
+from tests.http_server import QuietHandler
 
 SERVED = {
     "kubeflow.org/v1": ["pytorchjobs", "pytorchjobs/status"],
@@ -94,7 +95,7 @@ class Cluster:
 
         cluster = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(QuietHandler):
             def do_GET(self) -> None:
                 path = urlsplit(self.path).path.rstrip("/")
                 cluster.requests.append(f"GET {path}")
@@ -109,7 +110,7 @@ class Cluster:
 
             def do_POST(self) -> None:
                 cluster.requests.append(f"POST {self.path}")
-                review = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                review = json.loads(self.body())
                 if "/pods?" in self.path:
                     assert "dryRun=All" in self.path
                     assert "fieldValidation=Strict" in self.path
@@ -130,17 +131,6 @@ class Cluster:
                 resource = "/".join(part for part in (attributes["resource"], attributes.get("subresource")) if part)
                 review["status"] = {"allowed": f"{attributes['verb']} {resource}" not in cluster.denied}
                 self.answer(201, review)
-
-            def answer(self, status: int, body: dict[str, Any]) -> None:
-                data = json.dumps(body).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *_: object) -> None:
-                pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_port}"
