@@ -31,5 +31,8 @@ SITE_KEYS_OF_RANKS = tuple(
 
 
 def for_ranks(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that the processes of a launch inherit."""
-    return {name: value for name, value in environment.items() if name not in NOT_FOR_RANKS}
+    """The variables that the processes of a launch inherit. `PET_` variables are arguments of another torchrun, such as
+    the one of a Kubeflow pod that this process runs in."""
+    return {
+        name: value for name, value in environment.items() if name not in NOT_FOR_RANKS and not name.startswith("PET_")
+    }

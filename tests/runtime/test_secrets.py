@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.runtime.logs import configure_logging
 from holdfast.runtime.output import redacted_output
-from holdfast.runtime.secrets import HIDDEN, StreamRedactor, redact, secret_values
+from holdfast.runtime.secrets import HIDDEN, StreamRedactor, for_ranks, redact, secret_values
 from holdfast.spec.errors import HoldfastError, Problem, SpecError
 from holdfast.spec.redaction import carries_secret, names_secret
 from holdfast.spec.redaction import text as redaction_text
@@ -54,6 +54,11 @@ PEM = f"-----BEGIN RSA PRIVATE KEY-----\nMIIE{SECRET}\nabcd==\n-----END RSA PRIV
 def test_secrets_are_hidden(text: str, shown: str) -> None:
     assert redact(text) == shown
     assert redact(shown) == shown
+
+
+def test_ranks_inherit_no_arguments_of_another_torchrun() -> None:
+    variables = {"PET_RDZV_BACKEND": "etcd", "PET_NNODES": "2:4", "PETS": "cat", "PATH": "/bin"}
+    assert for_ranks(variables) == {"PETS": "cat", "PATH": "/bin"}
 
 
 FORMS = [

@@ -292,6 +292,13 @@ def test_output_to_a_full_disk_ends_with_no_space(tmp_path: Path) -> None:
     assert "Exception ignored" not in result.stderr
 
 
+def test_a_terminal_without_columns_is_written_to(tmp_path: Path) -> None:
+    environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path), "COLUMNS": "0", "LINES": "0"}
+    command = [sys.executable, "-m", "holdfast.pipelines.cli", "--help"]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "Usage: holdfast" in result.stdout
+
+
 def test_messages_to_a_full_disk_change_no_exit_code(tmp_path: Path) -> None:
     environment = {**os.environ, "HOLDFAST_HOME": str(tmp_path)}
     command = [sys.executable, "-m", "holdfast.pipelines.cli", "validate", str(tmp_path / "nothing.yaml")]
