@@ -50,7 +50,7 @@ def is_caught(bug: Bug, tree: Path) -> bool:
     path = tree / bug.file
     sound = path.read_text(encoding="utf-8")
     path.write_text(sound.replace(bug.old, bug.new), encoding="utf-8")
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *bug.tests.split()]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "", *bug.tests.split()]
     # The copy precedes the installed tree on the path.
     environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
     try:

@@ -370,6 +370,7 @@ def test_the_last_override_wins_and_lists_are_reached_by_index() -> None:
         ("data.sources.².uri=x", "data.sources.²", "index below 1"),
         ("data.sources." + "9" * 5000 + "=x", "data.sources.9", "index below 1"),
         ("data.sources.first.uri=x", "data.sources.first", "index below 1"),
+        (".".join(["x"] * 900) + "=1", "--set", "a field of 900 parts"),
     ],
     ids=lambda value: repr(value)[:40],
 )

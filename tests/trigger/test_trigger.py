@@ -12,11 +12,11 @@ import pytest
 from holdfast.components.evaluate import run as evaluate
 from holdfast.components.trigger import step
 from holdfast.spec import Spec, load_spec, run_id
-from holdfast.spec.errors import MissingError
+from holdfast.spec.errors import ForeignVersionError, MissingError
 from holdfast.spec.identity import current_versions
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json_object
-from holdfast.tracking import Champion
+from holdfast.tracking import Champion, connect
 from holdfast.tracking import champion as current_champion
 from tests import warm
 from tests.trigger.conftest import Ask
@@ -92,6 +92,20 @@ def test_another_version_of_holdfast_is_named_as_the_reason(monkeypatch: pytest.
 
 def _champion(run: str) -> Champion:
     return Champion("", "a", 1, run, "", "", "", "", "d", {}, {}, 0.0)
+
+
+def test_a_champion_whose_tags_were_changed_in_mlflow_decides_nothing(ask: Ask, store: Store) -> None:
+    """Whoever may write to MLflow names no champion that this store did not register."""
+    version = str(current_champion("small", store).version)  # type: ignore[union-attr]
+    tag = "holdfast.export_digest"
+    before = connect().get_model_version("small", version).tags[tag]
+    connect().set_model_version_tag("small", version, tag, "0" * len(before))
+    try:
+        with pytest.raises(ForeignVersionError, match="is foreign"):
+            ask("training.steps=11")
+    finally:
+        connect().set_model_version_tag("small", version, tag, before)
+    assert ask("training.steps=11").word == "due"
 
 
 def test_age_counts_only_once_something_changed(ask: Ask, world: Path, store: Store) -> None:
