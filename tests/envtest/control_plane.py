@@ -123,7 +123,12 @@ class ControlPlane:
         """Add kinds to the server."""
         for definition in definitions:
             self.kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", text=json.dumps(definition))
-        self.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=60s")
+        until(self, self._kinds_are_established)  # `kubectl wait` fails at a kind that has no conditions yet
+
+    def _kinds_are_established(self) -> bool:
+        items = json.loads(self.kubectl("get", "crd", "-o", "json"))["items"]
+        conditions = [item.get("status", {}).get("conditions") or [] for item in items]
+        return all(any(each["type"] == "Established" and each["status"] == "True" for each in of) for of in conditions)
 
     @contextmanager
     def outage(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ import psutil
 from holdfast.checkpoint import open_checkpoint
 from holdfast.components.train.result import TrainingResult, read_result
 from holdfast.engines.assignment import Assignment
-from holdfast.pipelines.chaos import faults
+from holdfast.pipelines.chaos import processes
 from holdfast.pipelines.chaos.processes import AGENT, TORCHRUN, ranks_of, running
 from holdfast.spec import Spec, run_id
 from holdfast.store import Store
@@ -71,7 +71,7 @@ def find_victim(launcher: psutil.Process, name: str) -> psutil.Process | None:
     number = int(name.removeprefix("rank"))
     if (rank := ranks_of(launcher).get(number)) is not None:
         return rank
-    with patch.object(faults, "WORKERS", (HELD,)):
+    with patch.object(processes, "WORKERS", (HELD,)):
         return ranks_of(launcher).get(number)
 
 

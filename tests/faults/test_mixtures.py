@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from holdfast.components.train.result import read_result
-from holdfast.pipelines.chaos import disk, fault_run, faults
+from holdfast.pipelines.chaos import disk, fault_run, processes
 from holdfast.pipelines.chaos import faults as catalogue
 from holdfast.pipelines.chaos.disk import Disk
 from holdfast.pipelines.chaos.fault_run import Run, schedule
@@ -68,7 +68,7 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step takes milliseconds here, so waits are shorter too."""
     for name in ("FREEZE_SECONDS", "SLOW_SECONDS", "AWAY_SECONDS"):
         monkeypatch.setattr(catalogue, name, 0.3)
-    monkeypatch.setattr(faults, "WORKERS", (HELD,))
+    monkeypatch.setattr(processes, "WORKERS", (HELD,))
 
 
 @pytest.fixture(scope="module")

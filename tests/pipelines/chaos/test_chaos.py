@@ -13,7 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from holdfast.components.train.result import TrainingResult
-from holdfast.pipelines.chaos import compare, disk, faults
+from holdfast.pipelines.chaos import compare, disk, processes
 from holdfast.pipelines.chaos import faults as catalogue
 from holdfast.pipelines.chaos.fault_run import ChaosError, Planned, Run, Survived, schedule
 from holdfast.pipelines.chaos.faults import FAULTS
@@ -175,7 +175,7 @@ def followed(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return original_go(run, planned, *leading, recorded)
 
     monkeypatch.setattr(Run, "go", led)
-    monkeypatch.setattr(faults, "WORKER", HELD)
+    monkeypatch.setattr(processes, "WORKERS", (HELD,))
 
 
 @pytest.mark.drill
