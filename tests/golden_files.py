@@ -51,7 +51,7 @@ def difference(base: Any, other: Any) -> str:
 
 def _changes(before: Any, after: Any, place: str) -> Iterator[str]:
     if not (before and after and isinstance(before, dict) and isinstance(after, dict)):
-        if before != after:
+        if json.dumps(before, default=str) != json.dumps(after, default=str):  # 1, 1.0 and true are equal in Python
             yield from (f"+ {below} {value}" for below, value in _values(after, place))
         return
     yield from (f"- {_join(place, key)}" for key in sorted(before.keys() - after.keys()))

@@ -37,7 +37,7 @@ def decompressed(raw: BinaryIO, compression: Compression) -> Iterator[BinaryIO]:
             with gzip.GzipFile(fileobj=raw) as stream:
                 yield cast(BinaryIO, stream)
         case "bz2":
-            yield cast(BinaryIO, io.BufferedReader(_Streams(raw, bz2.BZ2Decompressor), READ_BYTES))
+            yield cast(BinaryIO, io.BufferedReader(_Streams(raw, bz2.BZ2Decompressor, padding=b""), READ_BYTES))
         case "zst":
             yield cast(BinaryIO, io.BufferedReader(_ZstdStream(raw), READ_BYTES))
         case "xz":
@@ -61,13 +61,13 @@ def _xz_decompressor() -> lzma.LZMADecompressor:
 
 
 class _Streams(io.RawIOBase):
-    """Decompresses one xz, lzma or bzip2 stream after another. What follows the last one is damage, unless it is
-    padding."""
+    """Decompresses one xz, lzma or bzip2 stream after another. What follows a stream and is neither another one nor
+    `padding` is damage. bzip2 has no padding."""
 
     BITE = 2**16
 
-    def __init__(self, raw: BinaryIO, decompressor: Callable[[], Decompressor]) -> None:
-        self._raw, self._new = raw, decompressor
+    def __init__(self, raw: BinaryIO, decompressor: Callable[[], Decompressor], padding: bytes = b"\0") -> None:
+        self._raw, self._new, self._padding = raw, decompressor, padding
         self._decompressor: Decompressor | None = None
         self._input = b""
 
@@ -80,7 +80,7 @@ class _Streams(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         while True:
             if self._decompressor is None:
-                self._input = self._input.lstrip(b"\0")  # padding between streams
+                self._input = self._input.lstrip(self._padding)
                 if not self._input:
                     self._input = self._raw.read(self.BITE)
                     if not self._input:

@@ -82,7 +82,7 @@ class Measured(OwnFigures):
 def solved_shares(metrics: Mapping[str, float | int], answers: int) -> list[tuple[str, float]]:
     """pass@1 and pass@k among the metrics, by title. With one answer to each prompt, pass@k is the same as pass@1."""
     named = [("pass@1", "pass_at_1"), (f"pass@{answers}", "pass_at_k")][: 2 if answers > 1 else 1]
-    return [(title, metrics[name]) for title, name in named if name in metrics]
+    return [(title, metrics[name]) for title, name in named if isinstance(metrics.get(name), int | float)]
 
 
 EVALUATION_VERSION = 4  # raise by hand when the same model would get other figures

@@ -56,7 +56,7 @@ class Script(Section):
         "script, within `cluster.restarts`.",
     )
     log_every: int = runtime_field(
-        10, "Steps between two progress lines. A run with no more steps than that has about ten lines.", ge=1
+        10, "Steps between two progress lines. A run with no more steps than that has up to ten lines.", ge=1
     )
     verify_steps: int = runtime_field(
         4,

@@ -338,7 +338,7 @@ class Training(Section):
         le=2**24,
     )
     log_every: int = runtime_field(
-        10, "Steps between two progress lines. A run with no more steps than that has about ten lines.", ge=1
+        10, "Steps between two progress lines. A run with no more steps than that has up to ten lines.", ge=1
     )
 
     @property

@@ -21,7 +21,7 @@ EVENT_SECONDS = 0.5  # interval between two events of a phase, except its first 
 def progress_interval(log_every: int, steps: int | None) -> int:
     """The steps between two progress lines: `log_every`, or less in a run that has no more steps. `steps`: those of the
     run, None if they are not known."""
-    return log_every if steps is None or log_every < steps else max(1, steps // 10)
+    return log_every if steps is None or log_every < steps else -(-steps // 10)
 
 
 class ConsoleProgress:

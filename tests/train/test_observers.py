@@ -110,6 +110,7 @@ def test_a_rank_that_does_not_write_the_history_does_not_keep_it() -> None:
     [
         (6, 10, [1, 2, 3, 4, 5, 6]),
         (10, 10, list(range(1, 11))),
+        (19, 20, [2, 4, 6, 8, 10, 12, 14, 16, 18, 19]),
         (25, 10, [10, 20, 25]),
         (40, 100, list(range(4, 41, 4))),
     ],

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat
 
@@ -279,7 +279,7 @@ class _Settings(_Part):
 class _Verdict(_Part):
     word: str
     reasons: list[Any] = []
-    metrics: dict[str, int | float] = {}
+    metrics: dict[str, int | float | Literal["NaN", "Infinity", "-Infinity"]] = {}
     settings: _Settings = _Settings()
 
 

@@ -129,6 +129,16 @@ def test_a_run_with_a_record_of_other_types_is_shown(folder_store: Store, name: 
         assert result.exit_code == 0, result.exception
 
 
+def test_a_verdict_with_figures_that_are_not_finite_counts(folder_store: Store) -> None:
+    verdict = b'{"word": "blessed", "metrics": {"perplexity": "Infinity", "metric.recall": "NaN", "loss": 800.5}}'
+    write(folder_store, "bbbb", "good", **{"evaluations/a": verdict})
+    record = read_run(folder_store, "bbbb")
+    assert record is not None
+    assert (record.word, record.verdict_key, record.unreadable) == ("blessed", "a", [])
+    shown = CliRunner().invoke(app, ["show", "bbbb", "--store", folder_store.url])
+    assert (shown.exit_code, "800.5" in shown.stdout) == (0, True)
+
+
 def test_runs_reports_unreadable_records_and_the_number_of_omitted_runs_in_one_line_each(folder_store: Store) -> None:
     write(folder_store, "aaaa", "good")
     write(folder_store, "bbbb", "bad", result=b"{")
