@@ -26,6 +26,7 @@ DEPLOYMENTS = Resource("apps", "v1", "deployments")
 SERVICES = Resource("", "v1", "services")
 MODEL_VOLUME = {"name": "model", "mountPath": MODEL_FOLDER}
 FETCH_RESOURCES = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
+ACCOUNT_POLICY = "holdfast-deployment-accounts"  # of components/account-policy; its messages have the remedy
 EXTRA_SECONDS = 1800  # for the download, in addition to the start of the server
 
 
@@ -80,6 +81,8 @@ def apply(objects: tuple[dict[str, Any], dict[str, Any]], api: Api) -> None:
     except MissingError as error:
         raise MissingError(f"{error}; create the namespace {api.namespace!r}") from None
     except AccessDeniedError as error:
+        if ACCOUNT_POLICY in str(error):
+            raise
         raise AccessDeniedError(
             f"{error}; the account needs create and patch on deployments.apps and services: "
             "manifests/components/serving-deployment"

@@ -14,7 +14,7 @@ import pytest
 from holdfast.launch.kubernetes.kinds import KINDS
 from holdfast.launch.kubernetes.owner import WORKFLOW_LABEL
 from holdfast.pipelines.backends.argo import argo_objects
-from holdfast.pipelines.doctor.pods import rank_pod, step_pod
+from holdfast.pipelines.doctor.admission import rank_pod, step_pod
 from holdfast.spec import load_spec
 from tests.envtest.control_plane import MANIFESTS, ControlPlane, assets, needs_assets, until
 
@@ -46,6 +46,7 @@ TOKEN_SECRET = {
     "apiVersion": "v1", "kind": "Secret", "type": "kubernetes.io/service-account-token",
     "metadata": {"name": "a-token", "annotations": {"kubernetes.io/service-account.name": "holdfast-mlflow"}},
 }  # fmt: skip
+ANNOTATION = "holdfast/further-service-accounts"
 ELSEWHERE = "kubeflow"  # a namespace without the label, such as KFP's
 
 pytestmark = [pytest.mark.slow, needs_assets]
@@ -156,7 +157,11 @@ def test_the_command_in_the_message_allows_the_account(plane: ControlPlane) -> N
         assert refused(plane, ARGO, workflow_pod("trainer")) == ""
         assert refused(plane, OPERATOR, rank("trainer", KINDS["pytorchjob"].label)) == ""
         assert refused(plane, SERVING, deployment("trainer")) == ""
+        plane.kubectl("annotate", "--overwrite", "namespace", "holdfast", f"{ANNOTATION}=trainer,analysis, default")
+        until(plane, lambda: refused(plane, ARGO, workflow_pod("analysis")).count("may not run") == 0)
+        for name in ("trainer", "default"):
+            assert refused(plane, ARGO, workflow_pod(name)) == "", name
         assert "service account holdfast-mlflow, only as" in refused(plane, ARGO, workflow_pod("holdfast-mlflow"))
     finally:
-        plane.kubectl("annotate", "namespace", "holdfast", "holdfast/further-service-accounts-")
+        plane.kubectl("annotate", "namespace", "holdfast", f"{ANNOTATION}-")
     until(plane, lambda: refused(plane, ARGO, workflow_pod("trainer")))

@@ -305,6 +305,42 @@ def test_the_account_policy_covers_the_namespace_and_names_the_accounts_of_every
     assert {WORKFLOW_LABEL, *(kind.label for kind in KINDS.values())} <= set(re.findall(r"'(\S+/\S+)'", expressions))
 
 
+def test_the_policies_of_objects_name_every_account_that_may_create_them() -> None:
+    """Each policy of objects limits the accounts with the role of one component."""
+    files = [file for file in MANIFESTS.rglob("*.yaml") if "overlays" not in file.parts]
+    documents = [document for file in files for document in yaml.safe_load_all(file.read_text()) if document]
+    bindings = [document for document in documents if document.get("kind") in ("RoleBinding", "ClusterRoleBinding")]
+    components = {"holdfast-deployment-accounts": "serving-deployment/rbac", "holdfast-token-secrets": "launcher/role"}
+    policies = {
+        document["metadata"]["name"]: document["spec"]
+        for document in yaml.safe_load_all((MANIFESTS / "components/account-policy/objects.yaml").read_text())
+        if document["kind"] == "ValidatingAdmissionPolicy"
+    }
+    assert set(policies) == set(components)
+    for policy, component in components.items():
+        (limited,) = policies[policy]["matchConstraints"]["resourceRules"][0]["resources"]
+        role, *_ = yaml.safe_load_all((MANIFESTS / f"components/{component}.yaml").read_text())
+        roles = {
+            document["metadata"]["name"]
+            for document in documents
+            if document.get("kind") in ("Role", "ClusterRole")
+            and any(limited in rule["resources"] and "create" in rule["verbs"] for rule in document["rules"])
+        }
+        assert roles == {role["metadata"]["name"]}, policy
+        bound = {
+            subject["name"]
+            for binding in bindings
+            if binding["roleRef"]["name"] in roles
+            for subject in binding["subjects"]
+            if subject["kind"] == "ServiceAccount"
+        }
+        (condition,) = policies[policy]["matchConditions"]
+        named = set(re.findall(r"'([\w-]+)'", condition["expression"]))
+        # serving-deployment names no account of a profile: a person binds default-editor there.
+        assert named - bound <= {"default-editor"}, policy
+        assert bound <= named, policy
+
+
 def test_the_right_to_label_nodes_is_in_no_overlay_and_is_nothing_but_that() -> None:
     folder = MANIFESTS / "components" / "node-health"
     role, binding = yaml.safe_load_all((folder / "rbac.yaml").read_text())

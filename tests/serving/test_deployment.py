@@ -1,11 +1,15 @@
 """vLLM as a Deployment and in an InferenceService: fields that the API knows, and a download that checks its bytes."""
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from kubernetes.client import ApiException
 
+from holdfast.launch.kubernetes.api_errors import refused
 from holdfast.launch.kubernetes.schemas import validate
 from holdfast.serving import deployment, inference_service
 from holdfast.serving.deployment import apply
@@ -112,8 +116,36 @@ class Refusing:
 
     namespace = "models"
 
+    def __init__(self, message: str = "no") -> None:
+        self.message = message
+
     def apply(self, *_: object) -> None:
-        raise AccessDeniedError("no")
+        body = json.dumps({"kind": "Status", "message": self.message})
+        raise refused(ApiException(http_resp=Response(403, body)), "deployments.apps/story")
+
+
+@dataclass
+class Response:
+    """An answer of the API server, as its client has it."""
+
+    status: int
+    data: str
+    reason: str = "Forbidden"
+
+    def getheaders(self) -> dict[str, str]:
+        return {}
+
+
+def test_a_refusal_by_the_policy_of_accounts_has_the_remedy_of_the_policy_and_no_other() -> None:
+    message = (
+        "deployments.apps \"story\" is forbidden: ValidatingAdmissionPolicy 'holdfast-deployment-accounts' with "
+        "binding 'holdfast-deployment-accounts' denied request: a step may not create or change a Deployment that "
+        "runs as service account reader; to allow it: kubectl annotate --overwrite namespace models "
+        'holdfast/further-service-accounts="reader"'
+    )
+    with pytest.raises(AccessDeniedError) as error:
+        apply(objects(), Refusing(message))  # type: ignore[arg-type]
+    assert str(error.value) == f"deployments.apps/story: {message}"
 
 
 def test_a_missing_right_is_reported_with_the_component_that_gives_it() -> None:

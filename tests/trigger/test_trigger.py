@@ -95,7 +95,7 @@ def _champion(run: str) -> Champion:
 
 
 def test_a_champion_whose_tags_were_changed_in_mlflow_decides_nothing(ask: Ask, store: Store) -> None:
-    """Whoever may write to MLflow names no champion that this store did not register."""
+    """A person who may write to MLflow names no champion that this store did not register."""
     version = str(current_champion("small", store).version)  # type: ignore[union-attr]
     tag = "holdfast.export_digest"
     before = connect().get_model_version("small", version).tags[tag]

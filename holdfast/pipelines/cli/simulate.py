@@ -133,5 +133,8 @@ def _jobs(model: ClusterModel, trace: str, seed: int) -> list[Job]:
         if not (0 < jobs <= 10_000_000 and 0.001 <= target_load <= 100):
             raise ValueError
     except ValueError:
-        raise typer.BadParameter(f"{trace}: write synthetic:JOBS or synthetic:JOBS:LOAD", param_hint="TRACE") from None
+        message = (
+            f"{trace}: write synthetic:JOBS or synthetic:JOBS:LOAD, JOBS from 1 to 10000000, LOAD from 0.001 to 100"
+        )
+        raise typer.BadParameter(message, param_hint="TRACE") from None
     return synthetic_jobs(jobs, model.gpus, target_load, seed=seed)

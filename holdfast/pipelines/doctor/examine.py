@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from holdfast.launch.kubernetes.client import Api
 from holdfast.pipelines.backends import capabilities_of
-from holdfast.pipelines.doctor import cluster, permissions, pods, ray, scheduling, slurm, storage
+from holdfast.pipelines.doctor import admission, cluster, permissions, pods, ray, scheduling, slurm, storage
 from holdfast.pipelines.doctor.cluster import LAUNCHERS, Cluster, reach
 from holdfast.pipelines.doctor.findings import Finding
 from holdfast.runtime.environment import store_url, tracking_uri
@@ -30,8 +30,8 @@ CHECKS: dict[str, Callable[[Cluster], Iterator[Finding]]] = {
     pods.TOPOLOGY: pods.hypernodes,
     pods.QUOTA: pods.quota,
     "settings": cluster.check_settings,
-    "pod admission": pods.check_pod_admission,
-    "account policy": pods.check_account_policy,
+    "pod admission": admission.check_pod_admission,
+    "account policy": admission.check_account_policy,
     "quota": pods.check_quota,
     "claims": cluster.check_claims,
     "network policies": permissions.check_network_policies,

@@ -1,156 +1,18 @@
-"""Checks of a run's pods: admission, placement, quota, images and accelerators."""
+"""Checks of a run's pods: placement, quota, images and accelerators."""
 
 from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
 from holdfast.launch.accelerators import ACCELERATORS, training_image
-from holdfast.launch.emitters import objects_for, training_job
 from holdfast.launch.kubernetes.client import Object
-from holdfast.launch.kubernetes.kinds import KINDS
-from holdfast.launch.kubernetes.owner import WORKFLOW_LABEL
-from holdfast.pipelines.doctor.cluster import LAUNCHERS, RANK_ACCOUNT, SERVICE_ACCOUNTS, Cluster
+from holdfast.pipelines.doctor.admission import rank_pod
+from holdfast.pipelines.doctor.cluster import Cluster
 from holdfast.pipelines.doctor.findings import Finding
 from holdfast.spec import Spec
 from holdfast.spec.cluster import amount
-from holdfast.spec.errors import ExitCode, HoldfastError
 from holdfast.spec.rules.training import FP8_CAPABILITY
 from holdfast.steps.runner import IMAGE
-
-# Check that the API server admits the pods of a run, by a dry run for a rank and for a step.
-#
-# It covers admission: pod security of the namespace, quotas and limits, service accounts, priority classes, and the
-# fields. Nothing is created.
-
-POD_ADMISSION_CHECK = "pod admission"
-
-
-def check_pod_admission(cluster: Cluster) -> Iterator[Finding]:
-    """One finding for a rank, and one for the launcher's pod as Argo would create it."""
-    if cluster.spec is None:
-        return
-    for owner, pod, label in (
-        ("a rank", rank_pod(cluster.spec), KINDS[cluster.job].label),
-        ("the step train", step_pod(cluster.spec, cluster.launcher), WORKFLOW_LABEL),
-    ):
-        if refusal := _refusal(cluster, pod, label):
-            yield _refused(cluster, owner, refusal)
-        else:
-            yield Finding(POD_ADMISSION_CHECK, "ok", f"{cluster.namespace} takes the pod of {owner}")
-
-
-def _refusal(cluster: Cluster, pod: dict[str, Any], label: str) -> str:
-    """Why the API server refuses the pod, by a dry run; empty if it admits it. `label`: of the pod's controller."""
-    path = f"/api/v1/namespaces/{cluster.namespace}/pods?dryRun=All&fieldValidation=Strict"
-    metadata = pod["metadata"]
-    labels = {**metadata.get("labels", {}), label: "doctor"}
-    body = {**pod, "metadata": {**metadata, "namespace": cluster.namespace, "labels": labels}}
-    try:
-        cluster.api.ask(path, body)
-    except HoldfastError as error:
-        return str(error) or "no reason given"
-    return ""
-
-
-def _refused(cluster: Cluster, what: str, message: str) -> Finding:
-    if "violates PodSecurity" in message:
-        level = message.partition("violates PodSecurity")[2].split('"')[1]
-        added = cluster.spec.cluster.capabilities if cluster.spec else ()
-        # The level `baseline` allows none of the added capabilities.
-        needed_level = "privileged" if any(f'"{name}"' in message for name in added) else "baseline"
-        remedy = (
-            f"what the spec adds does not fit the level {level}: remove it, or kubectl label namespace "
-            f"{cluster.namespace} pod-security.kubernetes.io/enforce={needed_level} --overwrite"
-        )
-    elif "exceeded quota" in message or "must specify" in message:
-        remedy = f"kubectl describe -n {cluster.namespace} resourcequota,limitrange; ask for less, or raise it"
-    elif "serviceaccount" in message and "not found" in message:
-        remedy = (
-            f"kubectl apply -n {cluster.namespace} -f {SERVICE_ACCOUNTS}, or name an account of "
-            f"kubectl get serviceaccounts -n {cluster.namespace}"
-        )
-    elif ACCOUNT_POLICY in message:
-        remedy = "allow the account as the message says, or name another one in cluster.service_account"
-    elif "cannot create resource" in message:
-        return Finding(
-            POD_ADMISSION_CHECK,
-            "warn",
-            f"could not ask for {what}: {message}",
-            "ask an administrator to run this command",
-        )
-    else:
-        remedy = "change the field it names"
-    return Finding(
-        POD_ADMISSION_CHECK, "fail", f"the pod of {what} is refused: {message}", remedy, ExitCode.UNSCHEDULABLE
-    )
-
-
-# Check that an admission policy limits the service accounts of Workflows, by a dry run of a pod that it refuses.
-#
-# Only where steps run as the accounts of the manifests: KFP chooses the accounts of its steps.
-
-ACCOUNT_POLICY_CHECK, ACCOUNT_POLICY = "account policy", "holdfast-pod-accounts"
-
-
-def check_account_policy(cluster: Cluster) -> Iterator[Finding]:
-    """One finding: a warning if a Workflow may run a pod as an account that no step has."""
-    if cluster.spec is None or cluster.launcher != LAUNCHERS[0]:
-        return
-    refusal = _refusal(cluster, step_pod(cluster.spec, RANK_ACCOUNT), WORKFLOW_LABEL)
-    if not refusal:
-        message = f"a Workflow in {cluster.namespace} may run a pod as any service account: no policy limits it"
-        remedy = "list manifests/components/account-policy in the overlay and apply it (Kubernetes 1.30 or newer)"
-        yield Finding(ACCOUNT_POLICY_CHECK, "warn", message, remedy)
-    elif ACCOUNT_POLICY in refusal:  # other refusals are reported by the check of admission
-        message = f"the policy {ACCOUNT_POLICY} limits the service accounts of Workflows in {cluster.namespace}"
-        yield Finding(ACCOUNT_POLICY_CHECK, "ok", message)
-
-
-def rank_pod(spec: Spec) -> dict[str, Any]:
-    """A pod of the training job, from the launcher's object."""
-    job = objects_for(training_job(spec, "doctor", 1, spec.store or "s3://bucket/prefix"))
-    template = _template(job)
-    return _pod("holdfast-doctor-rank", template.get("metadata", {}), template["spec"])
-
-
-def _template(node: Any) -> dict[str, Any]:
-    """The first pod template below `node`."""
-    waiting = [node]
-    while waiting:
-        item = waiting.pop(0)
-        if isinstance(item, dict):
-            inner = item.get("template")
-            if isinstance(inner, dict) and "containers" in inner.get("spec", {}):
-                return inner
-            waiting += item.values()
-        elif isinstance(item, list):
-            waiting += item
-    raise AssertionError("the training job has no pods")
-
-
-def step_pod(spec: Spec, account: str) -> dict[str, Any]:
-    """The train step's pod, from Argo's template, with the account that steps have there."""
-    from holdfast.pipelines.backends.argo import argo_objects
-
-    workflow = argo_objects(spec)[0]["spec"]
-    step = next(template for template in workflow["templates"] if template["name"] == "train")
-    spec_of_pod = {
-        "containers": [{"name": "main", **step["container"]}],
-        "restartPolicy": "Never",
-        "securityContext": workflow["securityContext"],
-        "serviceAccountName": account,
-        "volumes": [*workflow["volumes"], *step.get("volumes", [])],
-    }
-    for name in ("nodeSelector", "tolerations"):
-        if value := step.get(name) or workflow.get(name):
-            spec_of_pod[name] = value
-    return _pod("holdfast-doctor-step", step.get("metadata", {}), spec_of_pod)
-
-
-def _pod(name: str, metadata: dict[str, Any], spec: dict[str, Any]) -> dict[str, Any]:
-    selected = {key: metadata[key] for key in ("labels", "annotations") if key in metadata}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, **selected}, "spec": spec}
-
 
 # Check that the pods of a run can be placed: namespace admission, devices, HyperNodes and Kueue quota.
 #

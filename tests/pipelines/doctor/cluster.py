@@ -22,7 +22,7 @@ SERVED = {
     "scheduling.volcano.sh/v1beta1": ["queues"],
     "kueue.x-k8s.io/v1beta2": ["localqueues"],
 }
-WORKFLOW = "workflows.argoproj.io/workflow"
+WORKFLOW, MODEL = "workflows.argoproj.io/workflow", "serving.kserve.io/inferenceservice"
 OPERATOR = {
     "metadata": {"namespace": "kubeflow", "name": "training-operator"},
     "spec": {
@@ -87,6 +87,7 @@ class Cluster:
         self.objects[CONTROLLER] = {"data": {"workflowDefaults": CONTROLLER_RETRIES.format("Always")}}
         self.refusal = ""  # why pods are not admitted
         self.limits_accounts = True  # whether the namespace has the account policy
+        self.further_accounts: set[str] = set()  # those of the policy's annotation
         self.users: set[str] = set()  # users in access reviews
         self.denied: set[str] = set()  # "verb resource"
         self.forbidden: set[str] = set()  # paths that answer 403
@@ -118,8 +119,11 @@ class Cluster:
                     exists = account == "default" or f"{ACCOUNT}/{account}" in cluster.objects
                     refusal = cluster.refusal or ("" if exists else f'serviceaccount "{account}" not found')
                     labels = review["metadata"]["labels"]
-                    if cluster.limits_accounts and not refusal and account == "holdfast-train" and WORKFLOW in labels:
-                        refusal = "ValidatingAdmissionPolicy 'holdfast-pod-accounts' denied request"
+                    is_other = (WORKFLOW in labels and account in ("holdfast-train", "default")) or (
+                        MODEL in labels and account not in ("holdfast-train", "default")
+                    )
+                    if cluster.limits_accounts and not refusal and is_other and account not in cluster.further_accounts:
+                        refusal = f"ValidatingAdmissionPolicy 'holdfast-pod-accounts' denied request: {account}"
                     if refusal:
                         self.answer(403, {"kind": "Status", "message": refusal})
                     else:

@@ -8,6 +8,7 @@ import yaml
 from holdfast.pipelines import doctor
 from holdfast.pipelines.doctor import permissions
 from holdfast.pipelines.doctor.cluster import CUSTOM_RESOURCES
+from holdfast.spec import Spec
 from tests.pipelines.doctor.cluster import (
     ACCOUNT,
     ACTIONS,
@@ -99,11 +100,42 @@ def test_a_namespace_in_which_a_workflow_takes_any_account_is_reported(cluster: 
     cluster.limits_accounts = False
     finding = only(examined(spec_with()), "account policy")
     assert finding.outcome == "warn"
-    assert "team may run a pod as any service account" in finding.message
+    assert "team may run a pod as holdfast-train or default" in finding.message
     assert "manifests/components/account-policy" in finding.remedy
     del cluster.objects[f"{ACCOUNT}/holdfast-launcher"]
     cluster.objects[f"{ACCOUNT}/default-editor"] = {}
     assert "account policy" not in examined(spec_with()), "KFP's namespaces have no such policy"
+
+
+def test_the_account_policy_is_seen_without_the_account_of_ranks_and_next_to_allowed_accounts(cluster: Cluster) -> None:
+    cluster.further_accounts = {"holdfast-train"}
+    assert examined(spec_with()) == {}
+    cluster.further_accounts = {"default"}
+    assert examined(spec_with()) == {}
+    del cluster.objects[f"{ACCOUNT}/holdfast-train"]
+    cluster.further_accounts = set()
+    assert "account policy" not in examined(spec_with())
+    cluster.refusal = 'pods "x" is forbidden: exceeded quota: holdfast, requested: cpu=4'
+    (finding,) = examined(spec_with())["account policy"]
+    assert (finding.outcome, "could not be checked" in finding.message) == ("warn", True)
+    assert "exceeded quota" in finding.message
+
+
+def test_an_account_of_an_inference_service_that_the_policy_refuses_is_reported(cluster: Cluster) -> None:
+    spec = spec_with(accelerator="cpu")
+    serving = {"kserve": {"service_account": "reader"}}
+    spec = Spec.model_validate({**spec.model_dump(exclude_unset=True), "serving": serving})
+    cluster.objects[f"{ACCOUNT}/reader"] = {}
+    finding = only(examined(spec), "pod admission")
+    assert (finding.outcome, "an InferenceService is refused" in finding.message) == ("fail", True)
+    assert "serving.kserve.service_account" in finding.remedy
+    cluster.further_accounts = {"reader"}
+    assert examined(spec) == {}
+    cluster.further_accounts = set()
+    serving["kserve"]["namespace"] = "models"
+    spec = Spec.model_validate({**spec.model_dump(exclude_unset=True), "serving": serving})
+    assert only(examined(spec), "pod admission").outcome == "fail"
+    assert any(request.startswith("POST /api/v1/namespaces/models/pods?") for request in cluster.requests)
 
 
 def test_settings_and_secrets_are_looked_for_by_key_and_no_value_is_shown(cluster: Cluster) -> None:

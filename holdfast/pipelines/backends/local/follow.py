@@ -120,7 +120,8 @@ class View:
 
     def stop_effect(self) -> str:
         """What the running steps do when they are stopped. Only a training saves."""
-        running = [outcome.step for outcome in read_outcomes(self.folder) if outcome.ended is None]
+        steps = [outcome for outcome in read_outcomes(self.folder) if outcome.step != "notify"]
+        running = [outcome.step for outcome in steps if outcome.ended is None]
         if "train" in running:
             return "the training saves and exits"
         if not running:

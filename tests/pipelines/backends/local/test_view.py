@@ -66,5 +66,10 @@ def test_a_stop_says_what_the_running_step_does(tmp_path: Path) -> None:
     assert view.stop_effect() == "the training saves and exits"
     train.ended, train.exit_code = 2.0, 0
     train.write(folder)
-    Outcome("evaluate", os.getpid(), 3.0).write(folder)
+    evaluate = Outcome("evaluate", os.getpid(), 3.0)
+    evaluate.write(folder)
     assert view.stop_effect() == "the step evaluate ends, and the same command starts it again"
+    evaluate.ended, evaluate.exit_code = 4.0, 0
+    evaluate.write(folder)
+    Outcome("notify", os.getpid(), 5.0).write(folder)
+    assert view.stop_effect() == "the run ends before its next step"
