@@ -13,7 +13,6 @@ from holdfast.script.tree import StateError
 from holdfast.spec.errors import DivergedError
 from holdfast.telemetry import Row, emit, events, segment
 from holdfast.telemetry.phases import Lap
-from holdfast.telemetry.progress import progress_interval
 
 log = logging.getLogger("holdfast.script")
 
@@ -30,7 +29,7 @@ class ScriptHistory:
         """`keep` is true on the rank that writes the rows. `diverges`: whether a loss that is not finite ends the
         run."""
         self._run_id, self._attempt, self._committed, self._keep = run_id, attempt, start, keep
-        self._steps, self._log_every, self._diverges = steps, progress_interval(log_every, steps), diverges
+        self._steps, self._log_every, self._diverges = steps, log_every, diverges
         self._pending: list[tuple[Row, dict[str, float | torch.Tensor]]] = []
         self._rows: list[Row] = []
         self._early: dict[int, dict[str, float | torch.Tensor]] = {}  # metrics of steps to come

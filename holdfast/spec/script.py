@@ -55,9 +55,7 @@ class Script(Section):
         "`lost`: a launch is repeated after a lost process, node or connection. `any`: also after an exception of the "
         "script, within `cluster.restarts`.",
     )
-    log_every: int = runtime_field(
-        10, "Steps between two progress lines. A run with no more steps than that has up to ten lines.", ge=1
-    )
+    log_every: int = runtime_field(10, "Steps between two progress lines.", ge=1)
     verify_steps: int = runtime_field(
         4,
         "With `determinism: exact`, the script is verified once before its first launch: it makes this many steps, "
