@@ -112,12 +112,12 @@ def test_circular_links_end_and_each_file_is_listed_once(folder: Path, uri: str)
 
 def test_a_source_that_is_no_file_is_refused_by_what_it_is(folder: Path, make_spec: MakeSpec) -> None:
     os.mkfifo(folder / "pipe")
-    (folder / "gone").symlink_to("/nowhere")
+    (folder / "gone").symlink_to("absent")
     with pytest.raises(DataError, match=r"'in/pipe' is a named pipe and not a file; write its data to a file"):
         identify(make_spec("in/pipe"))
     with pytest.raises(DataError, match=r"'/dev/null' is a device and not a file"):
         identify(make_spec("/dev/null"))
-    with pytest.raises(MissingError, match=r"'in/gone' is a link to /nowhere, which does not exist"):
+    with pytest.raises(MissingError, match=r"'in/gone' is a link to .*absent, which does not exist"):
         identify(make_spec("in/gone"))
     with pytest.raises(MissingError, match=r"matches no file .*; left out, named pipe: in/pipe; check the pattern"):
         identify(make_spec("in/pip*"))
