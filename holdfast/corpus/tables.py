@@ -134,12 +134,8 @@ def _columns(file: SourceFile, schema: Any, reading: Reading) -> list[str]:
         raise DataError(f"{file.name}: has no column {text_field!r}; set `text_field` to one of: {listed}")
     kind = schema.field(text_field).type
     value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
-    is_text = (
-        pa.types.is_string,
-        pa.types.is_large_string,
-        pa.types.is_string_view,
-        pa.types.is_null,
-    )  # null: no value
+    # A column of the type null has no values.
+    is_text = (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null)
     if not any(check(value_type) for check in is_text):
         raise DataError(f"{file.name}: column {text_field!r} holds {kind}, not text; set `text_field` to another one")
     return columns

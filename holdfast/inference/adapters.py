@@ -26,9 +26,7 @@ from holdfast.spec.json_parsing import parse_json_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 INNER = ".base_layer"  # in the name of the first of two adapted parameters of one module
-
-
-ALIGNED = 4  # fp32 numbers in the 16 bytes that a grouped product needs
+ALIGNED = 8  # bf16 numbers in the 16 bytes that a grouped product needs
 
 
 class LowRank(NamedTuple):

@@ -40,7 +40,6 @@ from holdfast.spec.functions import Function
 from holdfast.telemetry import Row, emit, events, segment
 from holdfast.telemetry.history import EVALUATION, OBJECTIVE, PHASE_SECONDS
 from holdfast.telemetry.phases import Lap
-from holdfast.telemetry.progress import progress_interval
 
 log = logging.getLogger("holdfast.train")
 
@@ -227,7 +226,8 @@ class Progress:
 
     def __init__(self, spec: Assignment, history: History, start: int, throughput: Throughput) -> None:
         self._steps, self._history = spec.training.steps, history
-        self._every = progress_interval(spec.training.log_every, self._steps)
+        every = spec.training.log_every
+        self._every = every if every < self._steps else -(-self._steps // 10)  # at most ten lines in a short run
         self._sizes, self._throughput = BatchSizes.of(spec.training), throughput
         self._mark = (start, time.time())
 

@@ -6,6 +6,7 @@ weights than the registered ones. The digest is in the pod's template: a new cha
 
 from typing import Any
 
+from holdfast.launch.kubernetes.api_errors import DEPLOYMENT_ACCOUNTS
 from holdfast.launch.kubernetes.client import Api, Resource
 from holdfast.serving.kserve import MANAGER
 from holdfast.serving.pods import (
@@ -26,7 +27,6 @@ DEPLOYMENTS = Resource("apps", "v1", "deployments")
 SERVICES = Resource("", "v1", "services")
 MODEL_VOLUME = {"name": "model", "mountPath": MODEL_FOLDER}
 FETCH_RESOURCES = {"requests": {"cpu": "1", "memory": "1Gi"}, "limits": {"memory": "2Gi"}}
-ACCOUNT_POLICY = "holdfast-deployment-accounts"  # of components/account-policy; its messages have the remedy
 EXTRA_SECONDS = 1800  # for the download, in addition to the start of the server
 
 
@@ -81,7 +81,7 @@ def apply(objects: tuple[dict[str, Any], dict[str, Any]], api: Api) -> None:
     except MissingError as error:
         raise MissingError(f"{error}; create the namespace {api.namespace!r}") from None
     except AccessDeniedError as error:
-        if ACCOUNT_POLICY in str(error):
+        if DEPLOYMENT_ACCOUNTS in str(error):
             raise
         raise AccessDeniedError(
             f"{error}; the account needs create and patch on deployments.apps and services: "

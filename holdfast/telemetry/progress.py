@@ -18,12 +18,6 @@ LOG_SECONDS = 5.0
 EVENT_SECONDS = 0.5  # interval between two events of a phase, except its first and its last
 
 
-def progress_interval(log_every: int, steps: int | None) -> int:
-    """The steps between two progress lines: `log_every`, or less in a run that has no more steps. `steps`: those of the
-    run, None if they are not known."""
-    return log_every if steps is None or log_every < steps else -(-steps // 10)
-
-
 class ConsoleProgress:
     """Emits progress, and shows it on standard error. Use as a context manager."""
 

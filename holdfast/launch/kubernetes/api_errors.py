@@ -22,7 +22,8 @@ from holdfast.spec.json_parsing import parse_json_object
 
 _RETRYABLE = frozenset({401, 408, 429, 500, 502, 503, 504})
 _WEBHOOK = re.compile(r'failed calling webhook "([^"]+)"')
-_ACCOUNT_POLICIES = ("holdfast-pod-accounts", "holdfast-deployment-accounts")  # their messages have the remedy
+# Of manifests/components/account-policy. Their messages have the remedy.
+POD_ACCOUNTS, DEPLOYMENT_ACCOUNTS = "holdfast-pod-accounts", "holdfast-deployment-accounts"
 _UNKNOWN_FIELDS = ("field not declared in schema", "failed to create typed patch object")  # of a 500
 
 
@@ -88,7 +89,7 @@ def refused(error: ApiException, what: str) -> Exception:  # noqa: PLR0911
     if error.status == 403:
         if "exceeded quota" in message:
             return TransientError(message, 403, 5.0, QUOTA)
-        if any(name in reason for name in _ACCOUNT_POLICIES):
+        if POD_ACCOUNTS in reason or DEPLOYMENT_ACCOUNTS in reason:
             return AccessDeniedError(message)
         missing = 'is forbidden: User "' in message  # a right is missing; otherwise an admission controller refused it
         remedy = "give the service account the right: manifests/components/launcher has what a launcher needs"

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from holdfast.launch.exits import RankExit, parse_exit_report, root_cause
+from holdfast.launch.kubernetes.api_errors import POD_ACCOUNTS
 from holdfast.launch.kubernetes.client import Object
 from holdfast.spec.errors import ExitCode
 
@@ -30,7 +31,7 @@ _REMEDIES: tuple[tuple[str, ExitCode, str], ...] = (
         "ask for less in cluster.resources, or raise it: kubectl describe quota",
     ),
     ("violates podsecurity", ExitCode.ACCESS_DENIED, "the namespace enforces it: kubectl get namespace --show-labels"),
-    ("holdfast-pod-accounts", ExitCode.ACCESS_DENIED, "check cluster.service_account, or allow it as the message says"),
+    (POD_ACCOUNTS, ExitCode.ACCESS_DENIED, "check cluster.service_account, or allow it as the message says"),
     ("serviceaccount", ExitCode.NOT_FOUND, "check cluster.service_account"),
     ("service account", ExitCode.NOT_FOUND, "check cluster.service_account"),
     ("persistentvolumeclaim", ExitCode.NOT_FOUND, "check cluster.volumes"),

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from holdfast.launch.emitters import objects_for, training_job
+from holdfast.launch.kubernetes.api_errors import POD_ACCOUNTS
 from holdfast.launch.kubernetes.kinds import KINDS
 from holdfast.launch.kubernetes.owner import WORKFLOW_LABEL
 from holdfast.pipelines.doctor.cluster import LAUNCHERS, RANK_ACCOUNT, SERVICE_ACCOUNTS, Cluster
@@ -86,7 +87,7 @@ def _refused(cluster: Cluster, dry_run: DryRun, message: str) -> Finding:
             f"kubectl apply -n {namespace} -f {SERVICE_ACCOUNTS}, or name an account of "
             f"kubectl get serviceaccounts -n {namespace}"
         )
-    elif ACCOUNT_POLICY in message:
+    elif POD_ACCOUNTS in message:
         remedy = f"allow the account as the message says, or name another one in {dry_run.field}"
     elif "cannot create resource" in message:
         return Finding(
@@ -106,7 +107,7 @@ def _refused(cluster: Cluster, dry_run: DryRun, message: str) -> Finding:
 #
 # Only where steps run as the accounts of the manifests: KFP chooses the accounts of its steps.
 
-ACCOUNT_POLICY_CHECK, ACCOUNT_POLICY = "account policy", "holdfast-pod-accounts"
+ACCOUNT_POLICY_CHECK = "account policy"
 OTHER_ACCOUNTS = (RANK_ACCOUNT, "default")  # every namespace has the second one; the annotation may allow either
 
 
@@ -118,8 +119,8 @@ def check_account_policy(cluster: Cluster) -> Iterator[Finding]:
         account: _refusal(cluster, DryRun("a step", step_pod(cluster.spec, account), WORKFLOW_LABEL, cluster.namespace))
         for account in OTHER_ACCOUNTS
     }
-    if any(ACCOUNT_POLICY in refusal for refusal in refusals.values()):
-        message = f"the policy {ACCOUNT_POLICY} limits the service accounts of Workflows in {cluster.namespace}"
+    if any(POD_ACCOUNTS in refusal for refusal in refusals.values()):
+        message = f"the policy {POD_ACCOUNTS} limits the service accounts of Workflows in {cluster.namespace}"
         yield Finding(ACCOUNT_POLICY_CHECK, "ok", message)
     elif admitted := [account for account, refusal in refusals.items() if not refusal]:
         message = (
