@@ -37,6 +37,8 @@ def test_an_unknown_policy_or_trace_is_a_wrong_command_line_or_not_found() -> No
     unknown = simulate(CLUSTER, "synthetic:10", "-p", "magic")
     assert (unknown.returncode, "known are fifo" in unknown.stderr.replace("\n", " ")) == (2, True)
     assert simulate(CLUSTER, "synthetic:none").returncode == 2
+    endless = simulate(CLUSTER, "synthetic:1:0.0009")
+    assert (endless.returncode, "LOAD from 0.001" in " ".join(endless.stderr.split())) == (2, True)
     assert simulate(CLUSTER, "nowhere.csv").returncode == 15
 
 

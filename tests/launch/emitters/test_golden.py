@@ -12,7 +12,7 @@ import yaml
 from holdfast.launch.emitters import Target, objects_for, render, training_job
 from holdfast.launch.kubernetes.schemas import validate
 from holdfast.spec import SpecError, load_spec
-from tests.golden_files import assert_golden, golden_of
+from tests.golden_files import assert_golden, difference, golden_of
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = sorted(ROOT.glob("examples/cluster-*.yaml"), key=lambda path: path.stem != "cluster-h100")  # the base first
@@ -40,6 +40,12 @@ def test_an_example_becomes_its_golden_file_which_fits_the_schema_or_is_refused(
     assert_golden(text, *golden_of(GOLDEN, f"{example.stem}.{target}", base=f"cluster-h100.{target}"))
     for manifest in yaml.safe_load_all(text):
         validate(manifest)
+
+
+@pytest.mark.parametrize("values", [(1, True), (1, 1.0), (0, False)])
+def test_a_change_of_type_is_a_difference(values: tuple[object, object]) -> None:
+    before, after = ({"a": value} for value in values)
+    assert difference(before, after)
 
 
 def test_no_golden_file_is_left_over() -> None:
