@@ -119,10 +119,11 @@ def _require_plain(config: Mapping[str, Any], where: str) -> None:
 
 
 class AdapterRows:
-    """The adapters of a decoder's rows. Set `rows` before each forward pass: a name, or "" for none."""
+    """The adapters of a decoder's rows. Set `rows` before each forward pass: a name, "" for none, or None where
+    nothing is answered."""
 
     def __init__(self, decoder: Decoder, adapters: Mapping[str, Mapping[str, LowRank]]) -> None:
-        self.rows: Sequence[str] = ()
+        self.rows: Sequence[str | None] = ()
         self._adapters = adapters
         used = {layer for adapter in adapters.values() for layer in adapter}
         for name, module in decoder.named_modules():
@@ -141,11 +142,13 @@ class AdapterRows:
         return output_BTF
 
     def _by_row(self, layer: str, experts: Experts, x_ND: Tensor, chosen_NC: Tensor, weight_NC: Tensor) -> Tensor:
-        """The experts of each row, one row after another."""
+        """The experts of each row, one row after another, and zeros where nothing is answered."""
         parts = (each.unflatten(0, (len(self.rows), -1)) for each in (x_ND, chosen_NC, weight_NC))
         return torch.cat(
             [
-                Experts.forward(experts, x, chosen, weight, self._matrices(layer, experts, name))
+                torch.zeros_like(x)
+                if name is None
+                else Experts.forward(experts, x, chosen, weight, self._matrices(layer, experts, name))
                 for name, x, chosen, weight in zip(self.rows, *parts, strict=True)
             ]
         )

@@ -205,7 +205,7 @@ class AnswerBatch:
     def _step(self) -> None:
         """One token of each running request."""
         device = self._decoder.model.embed_tokens.weight.device
-        self._adapters.rows = ["" if job is None else job.adapter for job in self._jobs]
+        self._adapters.rows = [None if job is None else job.adapter for job in self._jobs]
         logits_BV = advance_rows(self._decoder, self._caches, self._token_B.to(device), self._at_B.to(device)).cpu()
         self._at_B += 1
         for row, job in enumerate(self._jobs):
