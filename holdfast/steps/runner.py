@@ -21,6 +21,7 @@ from holdfast.runtime.environment import give_home, outcomes_folder
 from holdfast.runtime.exits import exit_code_of, on_shutdown_request, request_shutdown
 from holdfast.runtime.logs import configure_logging, copied_records
 from holdfast.runtime.output import copied_output, prepare_streams, redacted_output
+from holdfast.runtime.signals import prompt_signals
 from holdfast.spec.engine_text import restore_environment
 from holdfast.spec.errors import ExitCode, HoldfastError, TerminatedError, missing_package
 from holdfast.steps.outcomes import EXIT_HANDLER, POD, Outcome, Recorder, was_stopped
@@ -77,7 +78,7 @@ def run_step(
     give_home()
     prepare_streams()
     _print_lines_immediately()
-    with redacted_output():
+    with redacted_output(), prompt_signals():
         configure_logging()  # before the streams are copied: records go to the log separately
         if step_log is None:
             return _run(step, body, record, part, None)

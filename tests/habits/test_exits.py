@@ -24,6 +24,7 @@ KNOWN = {
     "holdfast/rewards/worker.py": "replies to the process that started it, which redacts errors",
     "holdfast/rewards/process.py": "requests to the process of a reward: records and answers",
     "holdfast/runtime/rank_shell.py": "errors about the command and the process that a person named",
+    "holdfast/runtime/signals.py": "a byte to its own thread",
     "holdfast/runtime/logs.py": "the formatters of all log records: they redact",
     "holdfast/simulation/learn.py": "numbers",
     "holdfast/spec/schema.py": "the schema",

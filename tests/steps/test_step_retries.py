@@ -168,6 +168,24 @@ def test_sigterm_between_two_tries_ends_the_step_immediately(tmp_path: Path) -> 
     assert (step.returncode, (tmp_path / "tries").read_text()) == (143, "try\n")
 
 
+DURING_A_WAIT = """
+import signal, sys, threading, time
+from holdfast.steps.runner import run_step
+
+def body(begun):
+    begun("file:///nowhere")
+    # A signal that another thread receives interrupts no wait of the main thread, as one just before the wait.
+    threading.Timer(0.3, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)).start()
+    time.sleep(3600)
+
+sys.exit(run_step("train", body)[1])
+"""
+
+
+def test_sigterm_ends_a_step_whose_wait_it_does_not_interrupt() -> None:
+    assert warm.run([sys.executable, "-c", DURING_A_WAIT], os.environ).returncode == 143
+
+
 LATE = """
 import os, signal, sys
 from types import SimpleNamespace

@@ -20,6 +20,7 @@ import typer
 
 from holdfast.runtime.environment import home, tracking_uri
 from holdfast.runtime.secrets import redact
+from holdfast.runtime.signals import prompt_signals
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec.errors import AccessDeniedError, ExitCode, MissingError
 
@@ -54,7 +55,7 @@ def serve(host: str, port: int) -> int:
     command = [sys.executable, "-m", "mlflow", "server", "--app-name", "basic-auth", "--workers", "1"]
     command += ["--host", host, "--port", str(free_port), "--uvicorn-opts", "--log-level warning"]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # SIGTERM also ends the server
-    with temporary_folder("ui") as folder:  # of mode 0700
+    with prompt_signals(), temporary_folder("ui") as folder:  # of mode 0700
         users = Path(folder) / "users.db"
         settings = Path(folder) / "basic_auth.ini"
         settings.write_text(_SETTINGS.format(users=users))

@@ -1,0 +1,60 @@
+"""Signals that arrive just before a wait.
+
+Python calls the handler of a signal in the main thread, between two bytecodes. A signal interrupts a system call, but
+not one that begins a moment later. The handler then waits for the end of that call, which may be a sleep of minutes.
+"""
+
+import os
+import queue
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+WAKE = signal.SIGURG  # interrupts a wait and means nothing: it is ignored by default
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two attempts
+_END = b"\0"  # no signal has this number
+
+
+@contextmanager
+def prompt_signals() -> Iterator[None]:
+    """Within the context, handlers of signals run immediately, whatever the main thread waits for. Main thread only.
+
+    After each signal, another thread sends WAKE until the handler of WAKE has run. The handler of the signal ran before
+    it.
+    """
+    handled: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal handler may put: it takes no lock
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    waker = threading.Thread(target=_wake_after_signals, args=(reading, handled), name="prompt signals", daemon=True)
+    handler = signal.signal(WAKE, lambda *_: handled.put(True))
+    before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    waker.start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.set_blocking(writing, True)
+        os.write(writing, _END)  # closing is not enough: a forked process may hold the pipe open
+        waker.join()
+        os.close(writing)
+        os.close(reading)
+        signal.signal(WAKE, handler or signal.SIG_DFL)
+
+
+def _wake_after_signals(reading: int, handled: queue.SimpleQueue[bool]) -> None:
+    """Wake the main thread after each signal whose number arrives on `reading`."""
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    while (number := os.read(reading, 1)) != _END:
+        if number[0] == WAKE:
+            continue
+        with suppress(queue.Empty):  # of earlier signals
+            while True:
+                handled.get_nowait()
+        pause, is_handled = _FIRST_PAUSE, False
+        while not is_handled:
+            signal.pthread_kill(main_thread, WAKE)
+            with suppress(queue.Empty):
+                is_handled = handled.get(timeout=pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
