@@ -18,7 +18,7 @@ _END = b"\0"  # no signal has this number
 
 @contextmanager
 def prompt_signals() -> Iterator[None]:
-    """Within the context, handlers of signals run immediately, whatever the main thread waits for. Main thread only.
+    """Within the context, handlers of signals run immediately, even if the main thread waits. Main thread only.
 
     After each signal, another thread sends WAKE until the handler of WAKE has run. The handler of the signal ran before
     it.
