@@ -92,9 +92,12 @@ def prepare(data: Data, corpus: str, pieces: Sequence[Piece], store: Store) -> P
             text = train(settings, sample(pieces, data.cleaning, settings.sample_bytes, OwnFunctions.of(data)))
             store.put(key, text.encode())
     if data.kind != "text":  # marks take the upper bits
+        from holdfast.corpus.added_tokens import require_added_tokens
         from holdfast.corpus.chat import read_template
 
         checked, template = _checked(text, settings), read_template(data)
+        if settings.path is not None:
+            require_added_tokens(settings.path, text, template)
         require_end_of_turns(data, text, template, checked.end_of_text)
         return replace(checked, dtype="uint32", template=template.dump())
     return _checked(text, settings)

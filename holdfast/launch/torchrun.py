@@ -37,6 +37,7 @@ from holdfast.launch.node.spot_notice import SpotNoticeWatch
 from holdfast.launch.node.watchdog import Watchdog
 from holdfast.launch.processes import WarmServer, die_with_parent, lead_children
 from holdfast.runtime import sealing
+from holdfast.runtime.signals import prompt_signals
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec.errors import ExitCode
 
@@ -65,6 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
     server = _warm_server(options.training_script) if options.module and not options.no_python else None
     place = Place.of(options.training_script_args)
     with (
+        prompt_signals(),
         temporary_folder() as folder,
         NodeEvents(place) as events,
         SpotNoticeWatch(events) as reclaim,

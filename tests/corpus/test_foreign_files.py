@@ -22,12 +22,16 @@ import zstandard
 from transformers import AutoTokenizer
 
 from holdfast.components.preprocess import run
-from holdfast.corpus.chat import ChatEncoder, conversation_text, read_template
+from holdfast.corpus.added_tokens import require_added_tokens
+from holdfast.corpus.chat import ChatEncoder, ChatTemplate, conversation_text, read_template, specials_of
 from holdfast.corpus.record_types import Flaw
 from holdfast.corpus.records import place
 from holdfast.corpus.sources import resolve
+from holdfast.corpus.tokenizer import prepare
 from holdfast.dataset.vocabulary import ID
 from holdfast.spec.data import Data
+from holdfast.spec.errors import DataError
+from holdfast.store import open_store
 from tests.corpus.conftest import MakeSpec, prose, write_jsonl
 from tests.corpus.test_chat_matrix import CHATML, SPECIAL, tokenizer_json
 from tests.corpus.test_tables import read
@@ -159,3 +163,45 @@ def test_special_tokens_are_found_where_transformers_finds_them(
     ours = ChatEncoder(tokenizer_json("none"), read_template(data), 0).encode(conversation_text(talk) or "")
     theirs = AutoTokenizer.from_pretrained(str(tmp_path)).apply_chat_template(talk["messages"], return_dict=True)
     assert (np.frombuffer(ours, "<u4") & ID).tolist() == theirs["input_ids"]
+
+
+TOOL = {"content": "<tool>", "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "files"),
+    [
+        ({"added_tokens_decoder": {"500": {**TOOL, "special": True}}}, {}),
+        ({}, {"added_tokens": {"<tool>": 500}}),
+        ({"additional_special_tokens": ["<tool>"]}, {}),
+        ({"extra_special_tokens": [{**TOOL, "__type": "AddedToken"}]}, {}),
+        ({"pad_token": "<tool>", "chat_template": CHATML + "{{ pad_token }}"}, {}),
+        ({}, {"special_tokens_map": {"additional_special_tokens": ["<tool>"]}}),
+    ],
+)
+def test_a_tokenizer_without_the_tokens_of_the_files_next_to_it_is_refused(
+    tmp_path: Path, config: dict[str, Any], files: dict[str, Any]
+) -> None:
+    folder, saved = tmp_path / "given", tmp_path / "saved"
+    folder.mkdir()
+    documents = {"tokenizer_config": {**FAST, **SPECIAL, "chat_template": CHATML, **config}, **files}
+    for name, document in documents.items():
+        (folder / f"{name}.json").write_text(json.dumps(document))
+    (folder / "tokenizer.json").write_text(tokenizer_json("none"))
+
+    def prepared(place: Path) -> str:
+        tokenizer = {"kind": "file", "path": str(place / "tokenizer.json"), "end_of_text": SPECIAL["eos_token"]}
+        data = {"sources": [{"uri": "x"}], "kind": "chat", "document_masks": True, "tokenizer": tokenizer}
+        return prepare(Data.model_validate(data), "", [], store=open_store(f"file://{tmp_path}/store")).json
+
+    with pytest.raises(DataError, match=r"lacks '<tool>', which the files next to it add"):
+        prepared(folder)
+    AutoTokenizer.from_pretrained(str(folder)).save_pretrained(str(saved))
+    assert "<tool>" in prepared(saved)
+
+
+def test_a_missing_token_that_the_template_does_not_use_is_no_fault(tmp_path: Path) -> None:
+    settings = {**FAST, **SPECIAL, "pad_token": "<tool>", "chat_template": CHATML}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    template = ChatTemplate(CHATML, specials_of(settings))
+    require_added_tokens(str(tmp_path / "tokenizer.json"), tokenizer_json("none"), template)
