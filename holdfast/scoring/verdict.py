@@ -137,6 +137,7 @@ class Verdict(Record):
     export_digest: str  # of the scored files
     state_digest: str
     key: str
+    number: int = 0  # counts the verdicts of the run in order of their evaluations; 0: older than this field
     settings: Evaluation
     samples: tuple[Sample, ...] = Field(default=())
     tasks: tuple[TaskScore, ...] = ()
@@ -149,6 +150,13 @@ class Verdict(Record):
     def dump(self) -> bytes:
         """The verdict as JSON bytes for the store."""
         return self.model_dump_json(indent=1).encode() + b"\n"
+
+
+def record_order(key: str, record: Mapping[str, Any]) -> tuple[float, str]:
+    """The sort key of the verdicts of one run, or of its registrations (as JSON), the newest last. It comes from their
+    contents: `number` and `created`, otherwise the key. Times of objects change when a store is copied."""
+    place = record.get("number", record.get("created"))
+    return (place if isinstance(place, int | float) else 0, key)
 
 
 def settings_key(spec: Spec) -> str:

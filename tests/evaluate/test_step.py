@@ -104,6 +104,9 @@ def test_other_settings_are_another_question(store: Store, model: str) -> None:
     assert (lenient.word, strict.word) == ("blessed", "not_blessed")
     assert "not below the bound 0.01" in strict.reasons[0]
     assert len(records(store)) == 4
+    assert (lenient.number, strict.number) == (1, 2)
+    store.put(layout.verdict(world.RUN, strict.key), b"{")  # damaged: it has no number
+    assert run(spec(model, "evaluation.max_loss=0.02"), world.RUN, store).number == 2
 
 
 @pytest.mark.slow

@@ -329,8 +329,8 @@ def test_a_run_that_is_not_finished_or_not_evaluated_is_refused(home: Path, stor
 
 
 def test_the_named_verdict_is_the_one_that_counts(home: Path, store: Store, finish: Finish) -> None:
-    finish(key="first")
-    finish(key="second", verdict={"word": "not_blessed"})
+    finish(key="second", verdict={"word": "not_blessed", "number": 2})
+    finish(key="first", verdict={"number": 1})  # later by the time of its object, as in a copied store
     with pytest.raises(NotBlessedError):
         run(made.spec(), made.RUN_ID, store)  # the newest verdict is not blessed
     assert run(made.spec(), made.RUN_ID, store, verdict="first").version == 1

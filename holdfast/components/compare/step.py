@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.scoring import settings_key
+from holdfast.scoring import record_order, settings_key
 from holdfast.scoring.comparison import (
     BLESSED,
     Comparison,
@@ -23,6 +23,7 @@ from holdfast.scoring.comparison import (
 )
 from holdfast.search.log import WHOLE, LogEntries, decisions_of, last_score, read_log, scores_of
 from holdfast.spec import ExitCode, HoldfastError, Spec
+from holdfast.spec.errors import MissingError
 from holdfast.steps.outcomes import KILLED, Outcome
 from holdfast.store import Store, layout
 from holdfast.store.json_reading import read_json_object
@@ -120,9 +121,12 @@ def _rank(row: Row, spec: Spec) -> float:
 
 def row_of(changes: tuple[str, ...], trial: Spec, identity: str, store: Store) -> Row | None:
     """The row of a trial; None without a result and a verdict."""
-    result = _newest(store, layout.result(identity))
-    verdict = _newest(store, layout.run(identity, f"evaluations/{settings_key(trial)}"))
-    if not result or not verdict:
+    try:
+        result = read_json_object(store, layout.result(identity))
+    except MissingError:
+        return None
+    verdict = _newest_verdict(store, layout.run(identity, f"evaluations/{settings_key(trial)}"))
+    if not verdict:
         return None
     if trial.train.script is not None:
         metric = trial.evaluation.metrics[0].label
@@ -162,7 +166,7 @@ def _failed(changes: tuple[str, ...], identity: str, step: str, part: str, outco
     return FailedTrial(changes=changes, run_id=identity, step=step, exit_code=code, reason=reason)
 
 
-def _newest(store: Store, prefix: str) -> dict[str, Any]:
-    infos = [info for info in store.list(prefix) if info.key.endswith(".json")]
-    newest = max(infos, key=lambda info: info.modified, default=None)
-    return read_json_object(store, newest.key) if newest else {}
+def _newest_verdict(store: Store, prefix: str) -> dict[str, Any]:
+    keys = [info.key for info in store.list(prefix) if info.key.endswith(".json")]
+    verdicts = [(key, read_json_object(store, key)) for key in keys]
+    return max(verdicts, key=lambda one: record_order(*one), default=("", {}))[1]

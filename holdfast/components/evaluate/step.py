@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ValidationError
@@ -32,11 +33,18 @@ from holdfast.scoring.verdict import Measured, Opponent, OwnFigures, Sample, Ver
 from holdfast.spec.errors import DataError, MissingError, UnscorableChampionError, UserCodeError
 from holdfast.spec.tree import Spec
 from holdfast.store import Store, layout, open_store
+from holdfast.store.json_reading import read_json
 
 if TYPE_CHECKING:
     from holdfast.tracking import Champion
 
 log = logging.getLogger("holdfast.evaluate")
+
+
+class _Numbered(BaseModel):
+    """The number of a verdict."""
+
+    number: int = 0
 
 
 class Trained(BaseModel):
@@ -107,6 +115,7 @@ def evaluate(spec: Spec, run_id: str, store: Store) -> Verdict:
         export_digest=trained.export_digest,
         state_digest=trained.state_digest,
         key=key,
+        number=_next_number(store, run_id),
         settings=spec.evaluation,
         samples=scorer.samples,
         tasks=measured.tasks if isinstance(measured, Measured) else (),
@@ -246,6 +255,16 @@ def _known(
     for suffix in ("json", "html"):
         store.delete(layout.verdict(trained.run_id, key, suffix))
     return None
+
+
+def _next_number(store: Store, run_id: str) -> int:
+    """One more than the highest number of a verdict on the run. Damaged verdicts have none."""
+    numbers = [0]
+    for info in store.list(layout.run(run_id, "evaluations/")):
+        if info.key.endswith(".json"):
+            with suppress(MissingError, DataError):
+                numbers.append(read_json(store, info.key, _Numbered).number)
+    return max(numbers) + 1
 
 
 def _same_weights(verdict: Verdict, trained: Trained) -> bool:

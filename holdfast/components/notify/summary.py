@@ -23,6 +23,7 @@ from holdfast.runtime.environment import log_dir, store_url
 from holdfast.runtime.exits import code_in
 from holdfast.runtime.retry import retried
 from holdfast.runtime.secrets import redact, redact_record
+from holdfast.scoring import record_order
 from holdfast.spec import HoldfastError, Spec, parse_spec
 from holdfast.spec.errors import DataError, ExitCode, MissingError
 from holdfast.store import Store, layout, open_store
@@ -308,22 +309,19 @@ def found_of(
     """The result, the newest verdict and the newest registration of the run, each empty if missing. With a known
     spec, the verdict must be under its evaluation settings. The registration must be one of its model, and requires
     a blessed verdict. Unreadable objects are listed in `unknown`."""
-    result = _newest(store, layout.result(run_id), unknown)
-    if spec is None:
-        verdict = _newest(store, layout.run(run_id, "evaluations/"), unknown)
-        return result, verdict, _newest(store, layout.run(run_id, "registrations/"), unknown)
-    settings = spec.evaluation.model_dump(mode="json")
-    verdict = _newest(
-        store, layout.run(run_id, "evaluations/"), unknown, lambda found: found.get("settings") == settings
-    )
-    if verdict.get("word") != "blessed":
+    result = next((value for _, value in _records(store, layout.result(run_id), unknown)), {})
+    verdicts = _records(store, layout.run(run_id, "evaluations/"), unknown)
+    if spec is not None:
+        settings = spec.evaluation.model_dump(mode="json")
+        verdicts = [(key, value) for key, value in verdicts if value.get("settings") == settings]
+    verdict = max(verdicts, key=lambda one: record_order(*one), default=("", {}))[1]
+    if spec is not None and verdict.get("word") != "blessed":
         return result, verdict, {}
-    model = spec.registered_model
-    return (
-        result,
-        verdict,
-        _newest(store, layout.run(run_id, "registrations/"), unknown, lambda found: found.get("model") == model),
-    )
+    registrations = _records(store, layout.registrations(run_id), unknown)
+    if spec is not None:
+        registrations = [(key, value) for key, value in registrations if value.get("model") == spec.registered_model]
+    registration = max(registrations, key=lambda one: record_order(*one), default=("", {}))[1]
+    return result, verdict, registration
 
 
 def next_command(status: str, registration: dict[str, Any], exit_code: int | None, *, known: bool = True) -> str:
@@ -347,22 +345,17 @@ def code_of_end(status: str, failed: int | None) -> int | None:
     return int(ExitCode.OK) if status == "succeeded" else failed or None
 
 
-def _newest(
-    store: Store, prefix: str, unknown: list[str], wanted: Callable[[dict[str, Any]], bool] = bool
-) -> dict[str, Any]:
-    """The newest JSON object under `prefix` that is `wanted`, or an empty one. Unreadable objects are skipped and
-    listed in `unknown`."""
-    infos = [info for info in store.list(prefix) if info.key.endswith(".json")]
-    for info in sorted(infos, key=lambda info: info.modified, reverse=True):
-        try:
-            value = read_json_object(store, info.key)
-        except (DataError, MissingError) as error:
-            unknown.append(redact(str(error))[:MAX_REASON])
-            log.warning("summary: %s", redact(str(error)))
-            continue
-        if wanted(value):
-            return value
-    return {}
+def _records(store: Store, prefix: str, unknown: list[str]) -> list[tuple[str, dict[str, Any]]]:
+    """The JSON objects under `prefix` with their keys. Unreadable objects are skipped and listed in `unknown`."""
+    found = []
+    for info in store.list(prefix):
+        if info.key.endswith(".json"):
+            try:
+                found.append((info.key, read_json_object(store, info.key)))
+            except (DataError, MissingError) as error:
+                unknown.append(redact(str(error))[:MAX_REASON])
+                log.warning("summary: %s", redact(str(error)))
+    return found
 
 
 def _local_log(run_id: str) -> str:

@@ -25,7 +25,7 @@ from holdfast.dataset.manifest import Manifest, load_manifest
 from holdfast.model.exported import read_record, require_intact
 from holdfast.runtime.environment import tracking_uri
 from holdfast.runtime.secrets import redact
-from holdfast.scoring import reached_against, settings_key
+from holdfast.scoring import reached_against, record_order, settings_key
 from holdfast.spec import ExitCode, HoldfastError, Spec, digest, dump_spec
 from holdfast.spec.errors import ChampionChangedError, MissingError
 from holdfast.spec.json_parsing import parse_json_object
@@ -231,8 +231,8 @@ def _newest_verdict(spec: Spec, run_id: str, store: Store, now: Champion | None)
     priority: the run may have been judged for another MLflow since."""
     folder = layout.run(run_id, "evaluations/")
     listed = [info for info in store.list(folder) if info.key.endswith(".json")]
-    newest_first = sorted(listed, key=lambda info: info.modified, reverse=True)
-    verdicts = [(info.key, _read(store, info.key, "evaluate the run first")) for info in newest_first]
+    verdicts = [(info.key, _read(store, info.key, "evaluate the run first")) for info in listed]
+    verdicts.sort(key=lambda one: record_order(*one), reverse=True)
     fitting = [(key, verdict) for key, verdict in verdicts if _fits(key.removeprefix(folder), verdict, spec)]
     for key, _ in sorted(fitting, key=lambda one: not reached_against(one[1], now)):
         return key.removeprefix(folder).removesuffix(".json")

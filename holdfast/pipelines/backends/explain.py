@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from holdfast.components.notify.ending import NOT_BLESSED, not_due
 from holdfast.pipelines.backends.interface import (
@@ -27,6 +27,7 @@ from holdfast.pipelines.backends.interface import (
 )
 from holdfast.pipelines.table import EDGES, SCHEDULED_START, START, SWEEP_EDGES, Edge, edges_of, start_of
 from holdfast.runtime.environment import store_url
+from holdfast.scoring import record_order
 from holdfast.spec import parse_spec
 from holdfast.spec.errors import DataError, ExitCode, HoldfastError, MissingError
 from holdfast.steps.jobs import outcomes_in
@@ -132,13 +133,13 @@ def waits_for(store: Store, run_id: str) -> str:
 
 def verdict_reasons(store: Store, run_id: str) -> list[str]:
     """The reasons of the newest verdict on a run."""
-    infos = [info for info in store.list(layout.run(run_id, "evaluations/")) if info.key.endswith(".json")]
-    for info in sorted(infos, key=lambda info: info.modified, reverse=True)[:1]:
-        try:
-            return [str(reason) for reason in read_json_object(store, info.key).get("reasons") or []]
-        except (DataError, MissingError):
-            return []
-    return []
+    verdicts: list[tuple[str, dict[str, Any]]] = []
+    for info in store.list(layout.run(run_id, "evaluations/")):
+        if info.key.endswith(".json"):
+            with suppress(DataError, MissingError):
+                verdicts.append((info.key, read_json_object(store, info.key)))
+    newest = max(verdicts, key=lambda one: record_order(*one), default=("", {}))[1]
+    return [str(reason) for reason in newest.get("reasons") or []]
 
 
 def reason_of(outcome: Outcome) -> str:

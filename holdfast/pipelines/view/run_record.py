@@ -5,7 +5,7 @@ the reason in `unreadable`.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat
 
+from holdfast.scoring import record_order
 from holdfast.spec import Spec
 from holdfast.spec.errors import DataError, HoldfastError, MissingError
 from holdfast.store import ObjectInfo, Store, layout
@@ -176,13 +177,13 @@ class RunRecord:
 def read_run(store: Store, run_id: str, verdict_key: str = "", registration_key: str = "") -> RunRecord | None:
     """Read one run; None if the store has none. `verdict_key` and `registration_key` choose among several records.
 
-    Without a key, the newest one is read.
+    Of several, the newest one by their contents counts. The times of objects change when a store is copied.
     """
     objects = _objects_of(store, run_id)
     if not objects:
         return None
     record = RunRecord(run_id, started=min(info.modified for info in objects))
-    newest: dict[str, tuple[float, str]] = {}  # folder -> (modified, key) of its newest record
+    chosen: dict[str, list[str]] = {"evaluations": [], "registrations": []}  # keys of the records in a folder
     exact = {"evaluations": verdict_key, "registrations": registration_key}
     files: dict[str, str] = {}
     for info in objects:
@@ -196,18 +197,22 @@ def read_run(store: Store, run_id: str, verdict_key: str = "", registration_key:
         elif folder == "checkpoints" and (step := re.fullmatch(r"step-(\d+)", stem)):
             record.checkpoints.append(int(step[1]))
         elif folder in exact and suffix == "json" and stem.startswith(exact[folder]):
-            newest[folder] = max(newest.get(folder, (0.0, "")), (info.modified, info.key))
+            chosen[folder].append(info.key)
         elif name in _FILES:
             files[name] = info.key
     for name, key in files.items():
         _FILES[name](record, _value(store, key, record, _MODELS[name]))
-    if "evaluations" in newest:
-        key = newest["evaluations"][1]
-        record.verdict = _value(store, key, record, _Verdict) or None
-        record.verdict_key = key.rsplit("/", 1)[1].removesuffix(".json") if record.verdict else ""
-    if "registrations" in newest:
-        record.registration = _value(store, newest["registrations"][1], record, _Registration) or None
+    key, verdict = _newest(store, chosen["evaluations"], record, _Verdict)
+    if verdict:
+        record.verdict, record.verdict_key = verdict, key.rsplit("/", 1)[1].removesuffix(".json")
+    record.registration = _newest(store, chosen["registrations"], record, _Registration)[1] or None
     return record
+
+
+def _newest(store: Store, keys: Iterable[str], record: RunRecord, model: type[BaseModel]) -> tuple[str, dict[str, Any]]:
+    """The key and the value of the newest readable record; both empty without one."""
+    read = ((key, _value(store, key, record, model)) for key in keys)
+    return max((one for one in read if one[1]), key=lambda one: record_order(*one), default=("", {}))
 
 
 def _objects_of(store: Store, run_id: str) -> list[ObjectInfo]:
