@@ -27,9 +27,7 @@ from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel
 ROOT = Path(__file__).resolve().parent.parent
 FILE = ROOT / "images/lock.txt"
 PIP = re.compile(r"^pip_version=(\S+)", re.MULTILINE)
-EXTRAS = (
-    "preprocess", "dvc", "train", "deepspeed", "tracking", "pipelines", "tasks", "metrics", "nvml", "otel", "ray",
-)  # fmt: skip
+EXTRAS = tuple("preprocess dvc train deepspeed tracking pipelines tasks metrics nvml otel ray".split())
 BUILDER = "builder"  # of the stage that installs, and of no image
 HEAD = """\
 # What the images install: for each package the files of its one version, by sha256, and the extras that need it.
@@ -144,9 +142,12 @@ def lock_of_torch(report: Mapping[str, Any], known: Iterable[str]) -> list[str]:
 
 def differences(have: Mapping[tuple[str, str], set[str]], needs: Mapping[tuple[str, str], set[str]]) -> list[str]:
     """What is wrong with a lock, in words; empty when nothing is."""
-    problems = [f"{name}=={version} is needed by {','.join(sorted(needs[name, version]))}, and the lock says "
-            f"{','.join(sorted(have.get((name, version), {'nothing'})))}"
-            for name, version in needs if have.get((name, version)) != needs[name, version]]  # fmt: skip
+    problems = [
+        f"{name}=={version} is needed by {','.join(sorted(needs[name, version]))}, and the lock says "
+        f"{','.join(sorted(have.get((name, version), {'nothing'})))}"
+        for name, version in needs
+        if have.get((name, version)) != needs[name, version]
+    ]
     problems += [f"{name}=={version} is locked, and no image needs it" for name, version in have.keys() - needs.keys()]
     return sorted(problems, key=str.casefold)
 

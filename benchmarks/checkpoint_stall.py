@@ -68,9 +68,13 @@ def rank_main(arguments: argparse.Namespace) -> None:
     attempt = gang.from_rank_0(lambda: claim_attempt(store, arguments.run_id, launch=arguments.launch), Attempt)
     engine = build_engine(spec, 2048, 0)
     saver = Checkpointer(
-        store, attempt, Retention(2), describe={"dataset_id": "none", "layout": engine.layout, "random": {}}, gang=gang,
+        store,
+        attempt,
+        Retention(2),
+        describe={"dataset_id": "none", "layout": engine.layout, "random": {}},
+        gang=gang,
         options=SaveOptions(max_lag_steps=3 * STEPS),
-    )  # fmt: skip
+    )
     engine.restored(saver.restore(engine.boxes(), SeededState(spec.model, 0).fill))
     size = sum(box.data.numel() * box.data.element_size() for box in engine.saved())
     results: dict[str, Any] = {"bytes": size, "with": [], "without": [], "copies": []}
@@ -145,12 +149,26 @@ def main() -> None:
         folder = Path(name)
         store = arguments.store or f"file://{folder / 'store'}"
         command = [
-            sys.executable, "-m", "holdfast.launch.torchrun", "--nnodes=1", "--nproc-per-node=2",
-            "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", "--max-restarts=0", "-m",
-            "benchmarks.checkpoint_stall", f"--run-id=stall-{time.time_ns()}", "--launch=1", f"--store={store}",
-            f"--out={folder}", f"--mib={arguments.mib}", f"--rows={arguments.rows}", f"--rounds={arguments.rounds}",
+            sys.executable,
+            "-m",
+            "holdfast.launch.torchrun",
+            "--nnodes=1",
+            "--nproc-per-node=2",
+            "--rdzv-backend=c10d",
+            "--rdzv-endpoint=127.0.0.1:0",
+            "--local-addr=127.0.0.1",
+            "--max-restarts=0",
+            "-m",
+            "benchmarks.checkpoint_stall",
+            f"--run-id=stall-{time.time_ns()}",
+            "--launch=1",
+            f"--store={store}",
+            f"--out={folder}",
+            f"--mib={arguments.mib}",
+            f"--rows={arguments.rows}",
+            f"--rounds={arguments.rounds}",
             f"--windows={arguments.windows}",
-        ]  # fmt: skip
+        ]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", PARENT: str(os.getpid())}
         process = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         if process.returncode != 0:

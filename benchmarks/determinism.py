@@ -36,9 +36,14 @@ def rank(pipe: Connection, level: str, strategy: str, number: int, ranks: int, m
     from holdfast.rank.randomness import make_deterministic
     from holdfast.spec import load_spec
 
-    spec = load_spec(SPEC, [
-        f"training.determinism={level}", f"parallel.strategy={strategy}", f"parallel.processes={ranks}",
-    ])  # fmt: skip
+    spec = load_spec(
+        SPEC,
+        [
+            f"training.determinism={level}",
+            f"parallel.strategy={strategy}",
+            f"parallel.processes={ranks}",
+        ],
+    )
     make_deterministic(level, 1)
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=number, world_size=ranks)
     vocabulary = spec.data.tokenizer.vocabulary

@@ -90,10 +90,16 @@ def compare(decoder: Decoder, peer: Any, prompts: Tensor, sampling: Sampling, gi
     def others() -> None:
         given_mask = torch.ones_like(prompts)
         peer.generate(
-            prompts.to(given.device), attention_mask=given_mask.to(given.device), do_sample=True, top_k=0, top_p=1.0,
-            num_return_sequences=sampling.answers, min_new_tokens=sampling.most_tokens,
-            max_new_tokens=sampling.most_tokens, pad_token_id=0,
-        )  # fmt: skip
+            prompts.to(given.device),
+            attention_mask=given_mask.to(given.device),
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            num_return_sequences=sampling.answers,
+            min_new_tokens=sampling.most_tokens,
+            max_new_tokens=sampling.most_tokens,
+            pad_token_id=0,
+        )
 
     times: dict[str, list[float]] = {"holdfast": [], "transformers": []}
     own(), others()

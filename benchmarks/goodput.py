@@ -131,8 +131,10 @@ def main() -> None:
     )
     pace_seconds = 1 / statistics.median(calm)
     parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in costs.items())
-    print(f"goodput: {figures}; {options.rounds} rounds, {options.ranks} ranks, {pace_seconds:.3f} s a step without "
-          f"a kill; by the ledger, a kill: {parts}")  # fmt: skip
+    print(
+        f"goodput: {figures}; {options.rounds} rounds, {options.ranks} ranks, {pace_seconds:.3f} s a step without "
+        f"a kill; by the ledger, a kill: {parts}"
+    )
 
 
 if __name__ == "__main__":

@@ -122,10 +122,18 @@ def _commit(store: Store, attempt: Attempt, commit: int, *, whole: bool) -> None
     ones."""
     step = (commit + 1) * EVERY
     rows = [
-        {"step": step - EVERY + 1 + offset, "time": 1.0, "loss": 2.0, "grad_norm": 1.0, "learning_rate": 0.001,
-         "tokens": 8, "tokens_per_second": 100.0, "step_seconds": 0.1}
+        {
+            "step": step - EVERY + 1 + offset,
+            "time": 1.0,
+            "loss": 2.0,
+            "grad_norm": 1.0,
+            "learning_rate": 0.001,
+            "tokens": 8,
+            "tokens_per_second": 100.0,
+            "step_seconds": 0.1,
+        }
         for offset in range(EVERY)
-    ]  # fmt: skip
+    ]
     for key, text in segment(TRAINED, step - EVERY, rows, attempt.number).items():
         store.put(key, text.encode())
     if whole:
@@ -261,8 +269,17 @@ class Counter:
 
         from holdfast.store.file import FileStore
 
-        for name in ("put", "put_if_absent", "compare_and_swap", "get", "get_versioned", "read_into", "stat", "folders",
-                     "delete_many"):  # fmt: skip
+        for name in (
+            "put",
+            "put_if_absent",
+            "compare_and_swap",
+            "get",
+            "get_versioned",
+            "read_into",
+            "stat",
+            "folders",
+            "delete_many",
+        ):
             self._wrap(FileStore, name)
         self._wrap(URLLib3Session, "send")
         original_list = FileStore.list

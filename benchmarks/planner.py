@@ -25,9 +25,18 @@ from holdfast.spec import parse_spec
 BAR = 0.05
 STEP_BAR = 0.15
 HERE = Accelerator(
-    name="here", kind="cpu", bf16=1e11, fp32=1e11, memory=1e10, bandwidth=1e10, node=1, link=1e9, network=1e9, watts=0,
+    name="here",
+    kind="cpu",
+    bf16=1e11,
+    fp32=1e11,
+    memory=1e10,
+    bandwidth=1e10,
+    node=1,
+    link=1e9,
+    network=1e9,
+    watts=0,
     context=0,
-)  # fmt: skip
+)
 
 
 def main() -> None:
@@ -68,9 +77,13 @@ def compare_memory() -> float:
             engine.step(rows, 1e-3)
         layout = Layout(micro_batch=micro_batch, checkpointing=spec.training.activation_checkpointing)
         planned = memory(
-            Architecture.of(spec.model, 512), layout, HERE, global_batch=8, precision=precision,
+            Architecture.of(spec.model, 512),
+            layout,
+            HERE,
+            global_batch=8,
+            precision=precision,
             practice=practice_here(precision, layout, "cpu"),
-        )  # fmt: skip
+        )
         estimate = planned.total - planned.terms["fragmentation"]
         error = estimate / living.peak - 1
         worst = max(worst, abs(error))

@@ -37,9 +37,10 @@ def api_key_for(host: str) -> str | None:
     key = os.environ.get(API_KEY) or None
     if key is None and host not in LOOPBACK:
         raise UsageError(
-            f"{host} can be reached from other machines, and {API_KEY} is not set", "--host", f"set {API_KEY}, or use "
-            "127.0.0.1",
-        )  # fmt: skip
+            f"{host} can be reached from other machines, and {API_KEY} is not set",
+            "--host",
+            f"set {API_KEY}, or use 127.0.0.1",
+        )
     return key
 
 
@@ -124,8 +125,8 @@ class AnswerServer:
         for prompt in prompts:
             answers.add(prompt, self._adapter(wanted.model))
         answers.submit()
-        head = {"id": f"{'chatcmpl' if kind == CHAT else 'cmpl'}-{secrets.token_hex(12)}", "created": int(time.time()),
-                "model": wanted.model}  # fmt: skip
+        answer_id = f"{'chatcmpl' if kind == CHAT else 'cmpl'}-{secrets.token_hex(12)}"
+        head = {"id": answer_id, "created": int(time.time()), "model": wanted.model}
         if wanted.stream:
             chunks = answers.chunks(kind, {**head, "object": f"{CHAT}.chunk" if kind == CHAT else COMPLETION})
             return StreamingResponse(chunks, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})

@@ -59,6 +59,11 @@ def row_mask(length: int, device: torch.device) -> Any:
     partial, whole = torch.ones_like(blocks), blocks  # how many of each
     diagonal_first, in_order = (blocks[:, None] + blocks) % len(blocks), blocks.expand(len(blocks), -1).contiguous()
     return BlockMask.from_kv_blocks(
-        partial[None, None], diagonal_first[None, None], whole[None, None], in_order[None, None],
-        BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(length, length),
-    )  # fmt: skip
+        partial[None, None],
+        diagonal_first[None, None],
+        whole[None, None],
+        in_order[None, None],
+        BLOCK_SIZE=BLOCK,
+        mask_mod=seen,
+        seq_lengths=(length, length),
+    )

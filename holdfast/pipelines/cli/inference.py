@@ -19,10 +19,11 @@ if TYPE_CHECKING:
 Model = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="A run, a registered model (name, name@alias, name/version) or a folder.",
+        metavar="MODEL",
+        help="A run, a registered model (name, name@alias, name/version) or a folder.",
         show_default=False,
     ),
-]  # fmt: skip
+]
 Device = Annotated[
     str, typer.Option(help="Such as cpu or cuda:1. Default: an accelerator if there is one.", show_default=False)
 ]
