@@ -98,8 +98,21 @@ class Machines:
         """Start its sshd."""
         config = self.folder / f"{machine.name}.sshd"
         config.write_text(SSHD.format(address=machine.address, port=self.port, folder=self.folder, name=machine.name))
-        inside = ["ip", "netns", "exec", machine.namespace] if machine.namespace else []
-        machine.sshd = subprocess.Popen([*inside, "/usr/sbin/sshd", "-D", "-e", "-f", str(config)])
+        machine.sshd = subprocess.Popen(self.inside(machine, "/usr/sbin/sshd", "-D", "-e", "-f", str(config)))
+
+    def processes_of(self, machine: Machine) -> list[psutil.Process]:
+        """The processes that its sshd has started and that still run, without those of sshd."""
+        assert machine.sshd is not None
+        processes = []
+        for process in psutil.Process(machine.sshd.pid).children(recursive=True):
+            with suppress(psutil.Error):
+                if not process.name().startswith("sshd"):
+                    processes.append(process)
+        return processes
+
+    def inside(self, machine: Machine, *command: str) -> list[str]:
+        """A command line that runs in the network of a machine."""
+        return [*(["ip", "netns", "exec", machine.namespace] if machine.namespace else []), *command]
 
     def connection_to(self, name: str) -> psutil.Process:
         """The client of the connection to a machine."""

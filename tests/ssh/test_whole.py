@@ -1,7 +1,10 @@
-"""Training on two machines over sshd ends with the bits of one machine, whatever is killed."""
+"""Training on two machines over sshd ends with the bits of one machine, whatever is killed, and whoever connects."""
 
+import ipaddress
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -10,8 +13,9 @@ import pytest
 from holdfast.checkpoint import list_attempts, read_manifest
 from holdfast.store import open_store
 from tests.faults.nodes import HELD, PATIENCE
-from tests.ssh.machines import Machines, why_not
+from tests.ssh.machines import ROOT, Machines, why_not
 from tests.whole import small
+from tests.whole.listeners import listening, open_to_others, unix_listeners
 from tests.whole.submitting import until
 
 pytestmark = [
@@ -20,7 +24,7 @@ pytestmark = [
     pytest.mark.skipif(bool(why_not()), reason=why_not()),
 ]
 
-STEPS = 60
+STEPS = 80
 LONG = {"training": {"steps": STEPS, "log_every": 20}, "checkpoint": {"every_steps": 20, "keep_last": 3}}
 TWO_NODES = ("--set", "cluster.nodes={min: 2, max: 2}", "--set", "training.micro_batch=2")
 LIKE_TWO_NODES = ("--set", "parallel.processes=2", "--set", "training.micro_batch=2")
@@ -60,7 +64,30 @@ def ranks_of(run: str) -> list[psutil.Process]:
     return ranks
 
 
-def test_killed_ranks_a_killed_connection_and_a_killed_command_change_no_bit(
+@contextmanager
+def strangers(machines: Machines, mark: Path) -> Iterator[None]:
+    """Clients without a key at every address where processes of both machines listen. They stay connected."""
+    attackers = []
+    for machine in machines.machines:
+        members = machines.processes_of(machine)
+        addresses, sockets = listening(members), unix_listeners(members)
+        own = {address for address, _ in addresses if not ipaddress.ip_address(address).is_loopback}
+        assert own == {machine.address}, f"{machine.name} listens on {addresses}"
+        assert {name for name in sockets if not name.startswith("/") or open_to_others(Path(name))} == set()
+        words = [f"{address},{port}" for address, port in addresses]
+        command = machines.inside(machine, sys.executable, "-m", "tests.whole.attacks", str(mark), *words)
+        attackers.append(subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True))
+    for attacker in attackers:
+        assert attacker.stdout is not None
+        assert int(attacker.stdout.readline().split()[0]) > 0
+    try:
+        yield
+    finally:
+        for attacker in attackers:
+            attacker.communicate()
+
+
+def test_strangers_killed_ranks_a_killed_connection_and_a_killed_command_change_no_bit(
     machines: Machines, tmp_path: Path, calm: str
 ) -> None:
     small.write_corpus(tmp_path)
@@ -74,10 +101,15 @@ def test_killed_ranks_a_killed_connection_and_a_killed_command_change_no_bit(
         run = run_in(tmp_path)
         first_ranks = ranks_of(run)
         assert len(first_ranks) == 2
+        with strangers(machines, tmp_path / "executed"):
+            small.hold(tmp_path, 45)
+            until(saved_in(tmp_path, 40), PATIENCE)
+        assert not (tmp_path / "executed").exists()
+        assert len(list_attempts(store, run)) == 1, "the strangers ended nothing"
         first_ranks[1].kill()
         until(lambda: len(list_attempts(store, run)) == 2, PATIENCE)
-        small.hold(tmp_path, 45)
-        until(saved_in(tmp_path, 40), PATIENCE)
+        small.hold(tmp_path, 65)
+        until(saved_in(tmp_path, 60), PATIENCE)
         machines.connection_to("beta").kill()
         until(lambda: len(list_attempts(store, run)) == 3, PATIENCE)
     finally:

@@ -15,7 +15,7 @@ from tests.whole.submitting import until
 def test_the_attack_on_a_store_replaces_what_an_open_store_of_torch_holds(tmp_path: Path) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
     store.set(KEYS[0], "honest")
-    replace_the_state(store.port, tmp_path / "executed")
+    replace_the_state(("127.0.0.1", store.port), tmp_path / "executed")
     until(lambda: store.get(KEYS[0]) != b"honest", 300.0)
     pickle.loads(base64.b64decode(store.get(KEYS[0])))
     assert (tmp_path / "executed").exists()

@@ -265,7 +265,7 @@ def disturbed(
         members = family(psutil.Process(process.pid))
         addresses, sockets, files = listening(members), unix_listeners(members), shared_files(members)
         files = {path for path in files if not path.is_relative_to(folder)}  # home and store follow the umask
-        connections = attack({port for _, port in addresses}, site / "executed")
+        connections = attack(addresses, site / "executed")
         wait_for_step(process, 15)
         for connection in connections:
             connection.close()
