@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from holdfast.pipelines.backends.record import Record
     from holdfast.pipelines.backends.request import RunRequest
     from holdfast.pipelines.backends.validate import Validated
+    from holdfast.telemetry.run_metadata import Maker
 
 log = logging.getLogger("holdfast")
 
@@ -87,6 +88,7 @@ class Submission:
     request: RunRequest
     record_error: str = ""  # why the store has no record of where it runs; empty if it has
     store: str = ""  # URL of the store with the record; empty if unknown here
+    maker: Maker | None = None  # the Holdfast that made the resumed run
     skipped_last: bool = False  # the last submission was refused for its plan; this resumes the one before it
 
     @property
@@ -246,9 +248,10 @@ def resume(run: str, *, at: Location = AS_RECORDED, replan: bool = False, consol
     """Resume a run or a sweep from its newest checkpoint, where it was submitted or on `at.backend`.
 
     A last submission that was refused for its plan is skipped, unless `replan` allows it. Raises MissingError for a run
-    without a record.
+    without a record, and OtherResultsError for one that this version of Holdfast does not continue.
     """
     from holdfast.pipelines.backends.record import find_record
+    from holdfast.telemetry.run_metadata import Maker, OtherResultsError
 
     opened_store = open_store_at(at.store)
     record = find_record(opened_store, run)
@@ -262,10 +265,18 @@ def resume(run: str, *, at: Location = AS_RECORDED, replan: bool = False, consol
     if run_request.spec.code is not None:
         require_submitted(run_request.executed, run)
     target = open_recorded(at, record)
+    maker = None if record.is_sweep else Maker.of_run(opened_store, record.identity)
+    if maker is not None and maker.other_results and target.capabilities.foreground:
+        raise OtherResultsError(
+            f"run {record.identity} was made by a Holdfast of other results: {maker.in_words}; resume it with that "
+            "Holdfast, or run its spec again, which makes a new run"
+        )
     _show_on(target, console)
     place = resolve_location(at, record)
     options = ClusterOptions(endpoint=place.endpoint, namespace=place.namespace)
-    return replace(_recorded(target.resume(run_request), run_request, options), skipped_last=last is not record)
+    return replace(
+        _recorded(target.resume(run_request), run_request, options), skipped_last=last is not record, maker=maker
+    )
 
 
 def stop(run: str, *, at: Location = AS_RECORDED) -> Stopped:

@@ -48,9 +48,10 @@ def fork_run(store: Store, parent: RunRecord, step: int, overrides: Sequence[str
     if spec.train.script is None:  # the session of a script compares the state when it restores
         _require_same_state(parent_spec, spec, step)
     salt, dataset_id = f"rewound-{parent.run_id}-{step}", _dataset_id(parent, parent_spec, spec)
-    identity = run_id(spec, dataset_id, salt, _weights(spec))
+    weights = _weights(spec)
+    identity = run_id(spec, dataset_id, salt, weights)
     digest = fork_checkpoint(store, parent.run_id, step, identity)
-    write_run_metadata(store, identity, spec, dataset_id, salt)
+    write_run_metadata(store, identity, spec, dataset_id, salt, weights)
     if find_record(store, identity) is None:
         submitted = find_submission(store, parent.run_id, parent_spec)
         record = _record(store, submitted or find_record(store, parent.run_id), spec, identity, salt)

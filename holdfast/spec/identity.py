@@ -7,7 +7,7 @@ model is evaluated.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from blake3 import blake3
@@ -37,6 +37,19 @@ class Versions(NamedTuple):
 def current_versions() -> Versions:
     """The versions of this Holdfast."""
     return Versions(DATA_PLANE_VERSION, GENERATOR_VERSION)
+
+
+def earlier_versions(spec: Spec) -> Iterator[Versions]:
+    """The versions before this Holdfast's under which the run of a spec had another id, the newest first."""
+    now = current_versions()
+    if spec.train.script is None:
+        generators = range(now.generator, 0, -1) if _generator(spec, now.generator) else (now.generator,)
+        yield from (
+            Versions(data_plane, generator)
+            for data_plane in range(now.data_plane, 0, -1)
+            for generator in generators
+            if (data_plane, generator) != now
+        )
 
 
 def digest(value: object) -> str:

@@ -5,38 +5,116 @@
 """
 
 import json
+import logging
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from typing import Any
 
 from pydantic import BaseModel, Field
 
-from holdfast.spec import Spec
-from holdfast.spec.errors import MissingError, UsageError
-from holdfast.spec.identity import current_versions
+from holdfast.spec import Spec, run_id
+from holdfast.spec.errors import DataError, ExitCode, HoldfastError, MissingError, UsageError
+from holdfast.spec.identity import current_versions, earlier_versions
 from holdfast.spec.json_parsing import parse_json
 from holdfast.store import ConflictError, Store, layout
+from holdfast.store.json_reading import read_json
 
+log = logging.getLogger("holdfast.runs")
 TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:/-]{0,62}")
 MAX_TAGS, MAX_NOTE = 64, 4000  # of a run; characters
 TRIES = 20  # writes that lose a race
 
 
-def write_run_metadata(store: Store, run_id: str, spec: Spec, dataset_id: str, salt: str) -> None:
-    """Write the metadata of a run, unless it exists, and mark the run as the newest one of its name."""
+class OtherResultsError(HoldfastError):
+    """This Holdfast would begin another run instead of continuing the given one."""
+
+    exit_code = ExitCode.MISMATCH
+
+
+@dataclass(frozen=True)
+class Maker:
+    """The Holdfast that made a run, by the run's `run.json`."""
+
+    versions: dict[str, Any]  # of the package, of the data plane and of the generator, by name; None: not recorded
+    in_words: str  # what differs from this Holdfast; empty if nothing does
+    other_results: bool  # whether this Holdfast computes other bits for the run, and so gives it another id
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Maker":
+        """The maker of a run with this `run.json`."""
+        here = _versions()
+        made = {name: record.get(name) for name in here}
+        differing = {name for name, value in made.items() if value is not None and value != here[name]}
+        spec = record.get("spec")
+        items = spec.items() if isinstance(spec, dict) else ()
+        sections = {name: value for name, value in items if isinstance(value, dict)}
+        if sections.get("data", {}).get("kind") != "prompts":  # the run generates no answers
+            differing.discard("generator_version")
+        words = [f"{_WORDS[name]} {made[name]} (here {here[name]})" for name in here if name in differing]
+        has_script = sections.get("train", {}).get("script") is not None
+        return cls(made, ", ".join(words), bool(differing - {"holdfast_version"}) and not has_script)
+
+    @classmethod
+    def of_run(cls, store: Store, identity: str) -> "Maker":
+        """The maker of a run in a store; without a readable `run.json` nothing is known to differ."""
+        try:
+            return cls.of(read_json(store, layout.run(identity, "run.json"), dict[str, Any]))
+        except (MissingError, DataError):
+            return cls.of({})
+
+
+_WORDS = {"holdfast_version": "Holdfast", "data_plane_version": "data plane", "generator_version": "generator"}
+
+
+@cache
+def _installed() -> str:
+    return version("holdfast")
+
+
+def _versions() -> dict[str, Any]:
+    """The versions of this Holdfast, as `run.json` records them."""
     versions = current_versions()
+    return {
+        "holdfast_version": _installed(),
+        "data_plane_version": versions.data_plane,
+        "generator_version": versions.generator,
+    }
+
+
+def find_earlier_run(store: Store, spec: Spec, dataset_id: str, salt: str, first_weights: str) -> str:
+    """The id of the run of the same inputs under earlier versions of Holdfast's results; empty without one."""
+    for versions in earlier_versions(spec):
+        identity = run_id(spec, dataset_id, salt, first_weights, versions)
+        if store.stat(layout.run(identity, "run.json")) is not None:
+            return identity
+    return ""
+
+
+def write_run_metadata(
+    store: Store, identity: str, spec: Spec, dataset_id: str, salt: str, first_weights: str = ""
+) -> None:
+    """Write the metadata of a run, unless it exists, and mark the run as the newest one of its name. A run of the same
+    inputs under earlier versions of Holdfast is named in it, and in the log."""
+    key = layout.run(identity, "run.json")
+    earlier = "" if store.stat(key) is not None else find_earlier_run(store, spec, dataset_id, salt, first_weights)
+    if earlier:
+        log.warning("an earlier Holdfast made run %s of this spec; this one computes other bits: a new run", earlier)
     record = {
-        "run_id": run_id,
+        "run_id": identity,
         "name": spec.name,
         "dataset_id": dataset_id,
         "salt": salt,
-        "data_plane_version": versions.data_plane,
-        "generator_version": versions.generator,
+        **_versions(),
+        "earlier_run": earlier,
         "created": time.time(),
         "spec": spec.model_dump(mode="json"),
     }
-    store.put_if_absent(layout.run(run_id, "run.json"), json.dumps(record, indent=2).encode())
-    mark_name(store, spec.name, run_id)
+    store.put_if_absent(key, json.dumps(record, indent=2).encode())
+    mark_name(store, spec.name, identity)
 
 
 def mark_name(store: Store, name: str, run_id: str) -> None:

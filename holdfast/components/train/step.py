@@ -100,7 +100,7 @@ def train(spec: Spec, dataset_id: str, store: Store, salt: str = "", *, replan: 
         if finished is not None:
             log.info("run %s: already trained, loss %.4f at step %d", identity, finished.loss, finished.step)
             return _with_export(spec, finished, store)
-        planned, dataset = _planned(spec, dataset_id, store, identity, launcher, salt=salt, replan=replan)
+        planned, dataset = _planned(spec, dataset_id, store, identity, launcher, weights, salt=salt, replan=replan)
         with recorded_training(planned, identity, dataset_id, store) as ended:
             assignment = Assignment.of(planned, identity, dataset_id, weights)
             auto, vocabulary = spec.parallel.auto, dataset.vocabulary
@@ -128,7 +128,7 @@ def train_until(
         if known is not None:
             log.info("run %s: already measured at step %d", identity, known.step)
             return known
-        planned, dataset = _planned(spec, dataset_id, store, identity, launcher, salt=salt, replan=replan)
+        planned, dataset = _planned(spec, dataset_id, store, identity, launcher, weights, salt=salt, replan=replan)
         with recorded_training(planned, identity, dataset_id, store) as ended:
             assignment = Assignment.of(planned, identity, dataset_id, weights).paused(reached, planned.evaluation)
             auto, vocabulary = spec.parallel.auto, dataset.vocabulary
@@ -141,7 +141,15 @@ def train_until(
 
 
 def _planned(
-    spec: Spec, dataset_id: str, store: Store, identity: str, launcher: Launcher, *, salt: str, replan: bool
+    spec: Spec,
+    dataset_id: str,
+    store: Store,
+    identity: str,
+    launcher: Launcher,
+    weights: str,
+    *,
+    salt: str,
+    replan: bool,
 ) -> tuple[Spec, Dataset]:
     """The spec of a run with its layout and its micro-batch, checked before a gang starts, and the dataset."""
     dataset = Dataset.open(store, dataset_id, cache_dir())
@@ -150,7 +158,7 @@ def _planned(
     require_trackers(spec)
     require_usable(spec)  # fail here, before any cost, if registration would always be refused
     planned = resolve_layout(spec, identity, store, dataset.vocabulary, replan=replan)
-    write_run_metadata(store, identity, spec, dataset_id, salt)
+    write_run_metadata(store, identity, spec, dataset_id, salt, weights)
     if (resolved := with_recorded_micro_batch(planned, identity, store, replan=replan)) is None:
         resolved = _try_micro_batches(planned, identity, dataset, store, launcher, replan=replan)
     _require_plan(resolved, identity, store, replan)

@@ -121,6 +121,9 @@ def resume(run: RunName, where: BackendOptions, replan: Replan = False, as_json:
     Example: holdfast resume 3f2a
     """
     submission = api.resume(run, at=where.location, replan=replan, console=_console(as_json))
+    if submission.maker is not None and (versions := submission.maker.in_words):
+        condition = ", only if its steps have those versions" if submission.maker.other_results else ""
+        err(f"note: the run was made by {versions}; it continues with the same bits{condition}")
     if submission.skipped_last:
         err("note: the last submission was refused for its plan; resuming the one before it (--replan: the last one)")
     _print_submission(submission, as_json)

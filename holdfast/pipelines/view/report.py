@@ -201,6 +201,7 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
     yield "state", outcome(record)
     yield from _listed("tags", [", ".join(record.tags)] if record.tags else [])
     yield from _listed("note", record.note.splitlines())
+    yield from _listed("made by", _maker(record))
     yield "dataset", record.dataset_id
     yield from _listed("dropped", drops(store, record))
     yield from _origin(record)
@@ -240,6 +241,14 @@ def _facts(record: RunRecord, store: Store, events: Sequence[Event]) -> Iterator
         yield from _listed("next", next_commands(store, record))
     elif command := record.stopped.get("next_command"):
         yield "next", str(command)
+
+
+def _maker(record: RunRecord) -> Iterator[str]:
+    """The versions of Holdfast that differ from this one's, and the run of the same inputs before this one."""
+    if maker := record.maker.in_words:
+        yield maker + ("; this Holdfast makes another run of its spec" if record.maker.other_results else "")
+    if earlier := record.described.get("earlier_run"):
+        yield f"a newer Holdfast than run {earlier}, which has the same spec"
 
 
 def _audits(record: RunRecord, store: Store) -> Iterator[str]:

@@ -18,7 +18,7 @@ from holdfast.spec import Spec
 from holdfast.spec.errors import DataError, HoldfastError, MissingError
 from holdfast.store import ObjectInfo, Store, layout
 from holdfast.store.json_reading import read_json
-from holdfast.telemetry.run_metadata import Labels
+from holdfast.telemetry.run_metadata import Labels, Maker
 
 PAGE = 1000  # objects per listing request
 
@@ -71,6 +71,11 @@ class RunRecord:
     def dataset_id(self) -> str:
         """The dataset that the run trains on."""
         return str(self.described.get("dataset_id", ""))
+
+    @property
+    def maker(self) -> Maker:
+        """The Holdfast that made it."""
+        return Maker.of(self.described)
 
     @property
     def is_script(self) -> bool:
@@ -138,6 +143,9 @@ class RunRecord:
             "name": self.name,
             "state": self.state,
             "dataset_id": self.dataset_id,
+            **self.maker.versions,
+            "other_results": self.maker.other_results,
+            "earlier_run": str(self.described.get("earlier_run", "")),
             "parent": self.parent,
             "step": self.step,
             "steps": self.steps,

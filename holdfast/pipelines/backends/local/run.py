@@ -29,11 +29,11 @@ from holdfast.runtime.environment import has_mlflow, log_dir, make_folder, store
 from holdfast.runtime.output import end_of_file
 from holdfast.runtime.temporary import temporary_folder
 from holdfast.spec import ExitCode, Spec, run_id
-from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, NoSpaceError
+from holdfast.spec.errors import AccessDeniedError, DataError, HoldfastError, MissingError, NoSpaceError
 from holdfast.spec.json_parsing import parse_json
 from holdfast.spec.load import dump_written
 from holdfast.steps.outcomes import KILLED, Outcome, read_outcomes
-from holdfast.store import Store, open_store
+from holdfast.store import Store, layout, open_store
 
 TAIL_LINES = 15
 WORKER_KILLED = "the process that runs the pipeline was killed: out of memory, or ended by a user"
@@ -145,6 +145,9 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
         raise kind(f"{log.parent}: cannot be written: {error.strerror}; set HOLDFAST_HOME to another folder") from None
     console.print(f"[bold]{made.spec.name}[/bold]  run {made.run_id}", highlight=False)
     console.print(f"[dim]log {log}[/dim]\n", highlight=False, soft_wrap=True)
+    if earlier := _earlier_run(made):
+        note = f"note: an older Holdfast made run {earlier} of this spec; this one computes other bits: a new run\n"
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
     with temporary_folder() as name:
         folder = Path(name)
         (folder / worker.OUTCOMES_FOLDER).mkdir()
@@ -156,6 +159,18 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
         outcomes = read_outcomes(folder / worker.OUTCOMES_FOLDER)
         keep_outcomes(log, outcomes)
     return _conclude(made, console, outcomes, log, signals.received, killed, again)
+
+
+def _earlier_run(made: LocalRun) -> str:
+    """The run of the same inputs by an older Holdfast, if the run is a new one; otherwise empty."""
+    from holdfast.model.hub import first_weights_digest
+    from holdfast.telemetry.run_metadata import find_earlier_run
+
+    with suppress(HoldfastError):  # the first step reports an unavailable store
+        if made.store.stat(layout.run(made.run_id, "run.json")) is None:
+            weights = first_weights_digest(made.spec)
+            return find_earlier_run(made.store, made.spec, made.dataset_id, made.salt, weights)
+    return ""
 
 
 def worker_request(request: RunRequest, hosts: str = "") -> worker.Request:
