@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Protocol
 
 from holdfast.spec.cluster import Cluster
@@ -24,6 +24,7 @@ class Job:
     threads: int  # CPU threads of each process
     grace_seconds: float  # from SIGTERM to SIGKILL
     cluster: Cluster  # nodes, resources, placement and image from the spec
+    _: KW_ONLY
     metrics_port: int | None = None  # port at which the pod of rank 0 serves its metrics
     environment: Mapping[str, str] = field(default_factory=dict)
     excluded_nodes: frozenset[str] = frozenset()  # names of nodes that failed too often

@@ -112,6 +112,6 @@ def test_ranks_inherit_the_credentials_of_the_store_and_no_others(
         "AWS_SESSION_TOKEN",
     ):
         monkeypatch.setenv(name, "S3CR3Tvalue")
-    job = Job("job", "run", 1, ["-m", "x"], 1, 1, 1.0, Cluster(), {})
+    job = Job("job", "run", 1, ["-m", "x"], 1, 1, 1.0, Cluster())
     environment = LocalLauncher(tmp_path)._environment(job)
     assert [name for name, value in environment.items() if value == "S3CR3Tvalue"] == ["AWS_SESSION_TOKEN"]

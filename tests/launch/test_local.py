@@ -28,7 +28,7 @@ from tests.launch.worker import HELD
 def job(*deeds: str, grace: float = 20.0, launch: int = 1) -> Job:
     arguments = [f"{rank}:{action}" for rank, action in enumerate(deeds)]
     command = ["-m", "tests.launch.worker", *arguments]
-    return Job("job", "run", launch, command, len(deeds), 1, grace, Cluster(), {"GREETING": "hello"})
+    return Job("job", "run", launch, command, len(deeds), 1, grace, Cluster(), environment={"GREETING": "hello"})
 
 
 def run(folder: Path, *deeds: str) -> GangExit:

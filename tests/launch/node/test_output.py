@@ -28,7 +28,8 @@ def job(store: str, *deeds: str, launch: int = 1) -> Job:
     arguments = ["--run-id", RUN, "--launch", str(launch), "--store", store]
     deeds = tuple(f"{rank}:{action}" for rank, action in enumerate(deeds))
     command = ["-m", "tests.launch.worker", *arguments, *deeds]
-    return Job("job", RUN, launch, command, len(deeds), 1, 20.0, Cluster(), {CLOSING: str(PATIENCE)})
+    environment = {CLOSING: str(PATIENCE)}
+    return Job("job", RUN, launch, command, len(deeds), 1, 20.0, Cluster(), environment=environment)
 
 
 def stream_of(store: Store, rank: int) -> RankStream:
