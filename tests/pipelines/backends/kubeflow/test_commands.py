@@ -60,7 +60,7 @@ def test_from_upload_to_cancel(there: KubeflowServer, spec: Path) -> None:
         holdfast("upload", spec).output,
     )
     assert ": exists already" in holdfast("upload", spec).output
-    submitted = holdfast("run", spec, "--backend", "kubeflow").output
+    submitted = holdfast("run", spec, "--backend", "kubeflow").stdout
     # No run id: the content of the pods' volume is not known here.
     assert re.match(rf"small [0-9a-f]{{8}}: submitted\n  {there.endpoint}/#/runs/details/{UUID}\n", submitted)
     assert "exists already, PENDING" in holdfast("run", spec, "--backend", "kubeflow").output
