@@ -5,7 +5,8 @@
     python .ci/lock.py torch REQUIREMENT  print the lock of a torch and of the libraries that it alone brings
 
 The index is PIP_INDEX_URL, or PyPI; it is written nowhere. Torch is not in the lock: each build of it comes from
-another index and brings other libraries. `torch` asks pip on the machine where it runs, with pip's own settings.
+another index and brings other libraries. `torch` asks pip on the machine where it runs, with pip's own settings, which
+package has which version. A lock has all files of these versions for images, if the index has the file that pip chose.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,11 @@ HEAD = """\
 # from what is installed and the index's answers; a test compares them. Wheels for Linux on x86_64 and aarch64, of
 # Python 3.11 and 3.12; where there is none, the source. Torch and the libraries of its accelerator are not here:
 # docs/images.md.
+"""
+HEAD_OF_TORCH = """\
+# A torch, and the libraries that it alone brings, by sha256: what lock.txt leaves out. Written by
+#   python .ci/lock.py torch {}
+# on the platform of an image, with the index that has this build. A test compares the version with constraints.txt.
 """
 _LINE = re.compile(
     r"(?P<name>[\w.-]+)==(?P<version>\S+)(?P<hashes>(?: --hash=sha256:[0-9a-f]{64})+)  # (?P<extras>[\w,]+)"
@@ -126,8 +133,11 @@ def write() -> None:
     FILE.write_text(HEAD + "\n".join(lines) + "\n", encoding="utf-8")
 
 
-def lock_of_torch(report: Mapping[str, Any], known: Iterable[str]) -> list[str]:
-    """Lines for what pip would install with a torch, by pip's report, without the packages that the lock has."""
+def lock_of_torch(
+    report: Mapping[str, Any], known: Iterable[str], listed: Callable[[str], Iterable[Mapping[str, Any]]] = ask_index
+) -> list[str]:
+    """Lines for what pip would install with a torch, by pip's report, without the packages that the lock has. `listed`
+    gives the files of a package in the index."""
     have, lines = {canonicalize_name(name) for name in known}, []
     for one in report["install"]:
         name, version = one["metadata"]["name"], one["metadata"]["version"]
@@ -136,7 +146,12 @@ def lock_of_torch(report: Mapping[str, Any], known: Iterable[str]) -> list[str]:
             continue
         if digest is None:
             raise LookupError(f"{name}=={version}: pip's report has no sha256")
-        lines.append(f"{name}=={version} --hash=sha256:{digest}")
+        digests = [digest]
+        with suppress(LookupError, OSError):  # the index does not have this version
+            digests = hashes_of(name, version, listed(name))
+        if digest not in digests:  # the index has another build of it
+            digests = [digest]
+        lines.append(f"{name}=={version}" + "".join(f" --hash=sha256:{one}" for one in digests))
     return sorted(lines, key=str.casefold)
 
 
@@ -168,6 +183,7 @@ def main() -> int:
                 "-",
             ]
             done = subprocess.run([*command, *options, requirement], check=True, capture_output=True, text=True)
+            print(HEAD_OF_TORCH.format(requirement), end="")  # noqa: T201
             print("\n".join(lock_of_torch(json.loads(done.stdout), [name for name, _ in locked()])))  # noqa: T201
         case ["--write"]:
             write()

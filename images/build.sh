@@ -63,6 +63,7 @@ for name in "${names[@]}"; do
     if [[ -n $release && $torch != base ]]; then
         lock=images/torch.$variant.lock
         [[ $kind != light ]] || lock=images/torch.cpu.lock
+        [[ -z $torch || ! -s $lock ]] || grep -q "^$torch " "$lock" || fail "--release: $name: TORCH=$torch is not in $lock"
         [[ -s $lock ]] || fail "--release: $name: there is no $lock: python .ci/lock.py torch 'torch==VERSION' >$lock, on the platform of the image"
     fi
     file=$kind

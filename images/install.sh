@@ -2,8 +2,9 @@
 # What the builder stages run. `dependencies EXTRAS VARIANT TORCH` makes a virtual environment of exactly the files that the lock
 # names, by their sha256; `locked EXTRAS` prints them; `code` installs Holdfast itself. The same inputs give the same bytes: no
 # caches, no times, no build paths.
-# TORCH is a requirement (torch, torch==2.13.0+cpu, ...), or `base`, which uses the torch of the base image. Empty: the CPU
-# wheel where VARIANT is `cpu`, else what pip's index has. Torch is checked as well where there is a torch.VARIANT.lock.
+# TORCH is a requirement (torch, torch==2.13.0+cpu, ...), or `base`, which uses the torch of the base image. Empty: the torch of
+# torch.VARIANT.lock; without that lock the CPU wheel where VARIANT is `cpu`, else what pip's index has. Torch is checked as
+# well where TORCH is empty, or is the version of that lock.
 set -eu
 umask 022
 
@@ -38,6 +39,9 @@ locked() {
     ' lock.txt
 }
 
+# Whether the lock of this VARIANT has the torch of this TORCH.
+torch_is_locked() { [ -s "torch.$1.lock" ] && { [ -z "$2" ] || grep -q "^$2 " "torch.$1.lock"; }; }
+
 dependencies() {
     python3 -m venv /build/tools
     locked builder >/build/builder.txt
@@ -52,10 +56,10 @@ dependencies() {
     # Nothing but what is locked: no resolver, and no isolated build with tools that are not locked.
     pip install --quiet --no-compile --require-hashes --no-deps --no-build-isolation --requirement /build/locked.txt
     # What the base brings still has to be what pyproject.toml asks for; without a lock torch has the version of the constraints.
-    if [ "$3" != base ] && [ -s "torch.$2.lock" ]; then
+    if [ "$3" != base ] && torch_is_locked "$2" "$3"; then
         pip install --quiet --no-compile --require-hashes --no-deps --requirement "torch.$2.lock"
     elif [ "$3" != base ]; then
-        echo "torch and the libraries of its accelerator are not checked by hash: there is no images/torch.$2.lock" >&2
+        echo "torch and the libraries of its accelerator are not checked by hash: images/torch.$2.lock has no ${3:-torch}" >&2
         export PIP_CONSTRAINT=/build/constraints.txt
         # shellcheck disable=SC2086 # several words
         case $2 in

@@ -152,9 +152,19 @@ def test_only_what_the_images_need_reaches_a_builder() -> None:
             "with its digest",
         ),
         (
-            ["--release", "train-nvidia"],
+            ["--release", "train-cpu"],
             {"BUILDER": "buildah", "HOLDFAST_GIT_COMMIT": "0a1b", "BASE": "python:3.11@sha256:0a"},
-            "there is no images/torch.nvidia.lock",
+            "there is no images/torch.cpu.lock",
+        ),
+        (
+            ["--release", "train-nvidia"],
+            {
+                "BUILDER": "buildah",
+                "HOLDFAST_GIT_COMMIT": "0a1b",
+                "BASE": "python:3.11@sha256:0a",
+                "TORCH": "torch==2.12.0",
+            },
+            "TORCH=torch==2.12.0 is not in images/torch.nvidia.lock",
         ),
         (["light"], {"BUILDER": "kaniko"}, "BUILDER=kaniko"),
     ],
