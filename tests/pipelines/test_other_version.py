@@ -55,10 +55,14 @@ def finish(run: LocalRun, folder: Path) -> None:
     replace(record, log=str(folder / "run.log"), outcomes=str(folder / "outcomes")).write(run.store)
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalRun:
-    """A finished run, without its run.json."""
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path / "home"))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> LocalRun:
+    """A finished run, without its run.json."""
     made = run_of(tmp_path)
     finish(made, tmp_path)
     return made
