@@ -51,7 +51,7 @@ def test_importing_it_imports_nothing_heavy() -> None:
 
 def test_an_unknown_attribute_raises_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'runn'"):
-        holdfast.runn  # type: ignore[attr-defined]  # noqa: B018
+        holdfast.runn  # noqa: B018
     assert set(holdfast.__all__) <= set(dir(holdfast))
     assert all(hasattr(holdfast, name) for name in holdfast.__all__)
 
@@ -137,7 +137,8 @@ def test_python_can_do_what_the_commands_do(trained: holdfast.Run, tmp_path: Pat
     assert [checkpoint.step for checkpoint in checkpoints.list_checkpoints(trained.id)][-1] == 6
     assert next(check.damages for check in checkpoints.verify(newest)) == ()
     assert checkpoints.pin(newest, reason="kept") == checkpoints.unpin(newest) == (trained.id, 6)
-    assert checkpoints.diff_checkpoints(*(checkpoints.open_checkpoint(newest) for _ in range(2))).none
+    one, other = (checkpoints.open_checkpoint(newest) for _ in range(2))
+    assert checkpoints.diff_checkpoints(one, other).none
     assert holdfast.diff_runs(trained, trained).none
     assert [version.version for version, _ in models.models()] in ([], [1])
 

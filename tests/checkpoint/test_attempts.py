@@ -74,7 +74,7 @@ def _newer_attempt(store: Store, *steps: int) -> None:
 
 def test_one_that_wakes_up_after_its_successor_committed_the_step_is_fenced(folder_store: Store) -> None:
     frozen = _replaced_at_the_manifest(folder_store, lambda: _newer_attempt(folder_store, 9))
-    old = checkpointer(frozen, claim_attempt(folder_store, RUN).number)  # type: ignore[arg-type]
+    old = checkpointer(frozen, claim_attempt(folder_store, RUN).number)
     save(old, 6)
     with pytest.raises(FencedError, match="newer attempt 2"):
         save(old, 9)
@@ -83,7 +83,7 @@ def test_one_that_wakes_up_after_its_successor_committed_the_step_is_fenced(fold
 
 def test_the_next_attempt_repairs_a_manifest_of_a_fenced_attempt_whose_packs_are_deleted(folder_store: Store) -> None:
     frozen = _replaced_at_the_manifest(folder_store, lambda: _newer_attempt(folder_store, 7))
-    old = checkpointer(frozen, claim_attempt(folder_store, RUN).number)  # type: ignore[arg-type]
+    old = checkpointer(frozen, claim_attempt(folder_store, RUN).number)
     save(old, 6)
     with pytest.raises(FencedError):
         save(old, 9)  # the manifest appears after the collection of step 7 removed its packs
@@ -165,7 +165,7 @@ def _one_fails(rank: int, size: int, url: str, meetings: Path) -> str:
             time.sleep(0.5)  # after a rank without this wait would have exited
 
     with process_group(meetings / "meeting", rank, size):
-        writer = checkpointer(BreakingStore(store, kill=False, before=before))  # type: ignore[arg-type]
+        writer = checkpointer(BreakingStore(store, kill=False, before=before))
         save(writer, 3, shards(state(3), rank, size))
         failing = rank == 1
         with closing(writer):  # a rank ends only after all ranks know of the failure, as in training
@@ -207,7 +207,7 @@ def test_an_attempt_fenced_before_it_checks_its_packs_raises_fenced_error(
             claim_attempt(folder_store, RUN)
 
     claim_attempt(folder_store, RUN)
-    old = checkpointer(BreakingStore(folder_store, kill=False, before=replaced))  # type: ignore[arg-type]
+    old = checkpointer(BreakingStore(folder_store, kill=False, before=replaced))
     save(old, 3)
     with pytest.raises(FencedError):
         save(old, 6, whole(state(3)))
@@ -238,7 +238,7 @@ def test_training_continues_within_the_lag_while_the_store_refuses_checkpoints(
         if away and operation.startswith("put"):
             raise StoreUnreachableError("put: away")
 
-    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=6)  # type: ignore[arg-type]
+    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=6)
 
     def refused(step: int) -> None:
         writer.save(step, whole(state(step)), {})
@@ -268,7 +268,7 @@ def test_a_failed_garbage_collection_is_logged_and_the_commit_stands(
         if operation == "delete_many":
             raise AccessDeniedError(f"delete {key}: denied")
 
-    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), keep_last=1)  # type: ignore[arg-type]
+    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), keep_last=1)
     for step in (3, 6, 9):
         save(writer, step)
     assert "left for the next sweep: delete ['runs/run/checkpoints/step-000000003.json']: denied" in caplog.text
@@ -281,7 +281,7 @@ def test_an_unexpected_exception_in_a_save_is_reported_with_its_traceback(folder
         if operation == "put_if_absent" and RUN in key:
             raise ZeroDivisionError
 
-    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=100)  # type: ignore[arg-type]
+    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=100)
     with pytest.raises(HoldfastError, match=r"(?s)step 3: .*Traceback.*ZeroDivisionError") as error:
         save(writer, 3)
     assert error.value.exit_code == ExitCode.UNEXPECTED

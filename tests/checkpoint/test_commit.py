@@ -95,12 +95,12 @@ def test_a_reader_fetches_only_the_indexes_that_may_hold_something_of_its_boxes(
 
     counting = BreakingStore(folder_store, kill=False, before=before)
     part = torch.empty(15, 20)
-    Checkpoint(counting, manifest).fill([TensorBox("a", (400, 20), (345, 0), part)])  # type: ignore[arg-type]
+    Checkpoint(counting, manifest).fill([TensorBox("a", (400, 20), (345, 0), part)])
     assert torch.equal(part, tensors["a"][345:360])
     assert read == ["node-1-00001.idx", "00034.idx", "00035.idx"]
     read.clear()
     part = torch.empty(1, 2)
-    Checkpoint(counting, manifest).fill([TensorBox("b", (40, 3), (39, 1), part)])  # type: ignore[arg-type]
+    Checkpoint(counting, manifest).fill([TensorBox("b", (40, 3), (39, 1), part)])
     assert torch.equal(part, tensors["b"][39:, 1:])
     assert read == ["node-1-00000.idx", "00019.idx"]
 

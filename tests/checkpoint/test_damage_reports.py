@@ -36,7 +36,7 @@ class BadReader:
         self._store, self._times = store, times
 
     def __getattr__(self, name: str) -> Callable[..., object]:
-        return getattr(self._store, name)  # type: ignore[no-any-return]
+        return getattr(self._store, name)
 
     def read_into(self, key: str, start: int, target: memoryview) -> None:
         self._store.read_into(key, start, target)

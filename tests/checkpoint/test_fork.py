@@ -59,7 +59,7 @@ def test_at_every_moment_of_borrowing_a_run_that_has_a_checkpoint_has_its_pin_it
             assert pinned_steps(folder_store, RUN) == {3}
             assert folder_store.stat(layout.parent("child")) is not None
 
-    fork_checkpoint(BreakingStore(folder_store, kill=False, before=before), RUN, 3, "child")  # type: ignore[arg-type]
+    fork_checkpoint(BreakingStore(folder_store, kill=False, before=before), RUN, 3, "child")
     before("", "")
     root = keys.index(layout.checkpoint("child", 3))
     assert keys.index(layout.pin(RUN, 3, pin_name("child"))) < root

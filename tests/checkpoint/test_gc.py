@@ -70,7 +70,7 @@ def test_only_nodes_and_roots_are_read_of_a_large_gang_and_each_once(folder_stor
         if (operation == "get" and "/checkpoints/step" in key) or ("/indexes/" in key and operation == "get"):
             read.append(key.rpartition("/")[2])
 
-    garbage_collector = collector(BreakingStore(folder_store, kill=False, before=before), keep_last=2)  # type: ignore[arg-type]
+    garbage_collector = collector(BreakingStore(folder_store, kill=False, before=before), keep_last=2)
     for step in (3, 6):
         commit(folder_store, step, writers=33)
         read.clear()
@@ -205,7 +205,7 @@ def test_a_pin_added_during_the_deletion_of_its_checkpoint_restores_it(folder_st
             pinned = True
             pin(folder_store, RUN, 3)
 
-    collector(BreakingStore(folder_store, kill=False, before=before)).collect(6)  # type: ignore[arg-type]
+    collector(BreakingStore(folder_store, kill=False, before=before)).collect(6)
     assert checkpoint_steps(folder_store, RUN) == [3, 6]
     assert all(
         torch.equal(open_checkpoint(folder_store, RUN, 3).tensor(name), tensor) for name, tensor in state(3).items()
@@ -223,7 +223,7 @@ def test_two_collectors_take_turns_and_one_that_is_silent_is_followed_by_another
 
     killed = BreakingStore(folder_store, kill=False, before=died)
     with pytest.raises(ZeroDivisionError):
-        collector(killed).collect(6)  # type: ignore[arg-type]
+        collector(killed).collect(6)
     other = collector(folder_store, clock=clock)
     assert other.collect(6) == 0
     clock.sleep(LEASE_SECONDS - 1)
@@ -252,7 +252,7 @@ def test_a_collector_that_lost_its_lease_stops(folder_store: Store, monkeypatch:
             batches.append(operation)
             assert collector(folder_store, attempt=2)._lease.take()
 
-    frozen = collector(BreakingStore(folder_store, kill=False, before=before))  # type: ignore[arg-type]
+    frozen = collector(BreakingStore(folder_store, kill=False, before=before))
     assert frozen.collect(9) == 0
     assert len(batches) == 1
     assert len(names(folder_store, "packs")) == 3
@@ -263,13 +263,12 @@ def test_a_replaced_attempt_collects_nothing_more(folder_store: Store, monkeypat
     claim_attempt(folder_store, RUN)
     for step in (3, 6, 9):
         commit(folder_store, step)
-    garbage_collector = collector(
-        BreakingStore(  # type: ignore[arg-type]
-            folder_store,
-            kill=False,
-            before=lambda operation, _: operation == "delete_many" and claim_attempt(folder_store, RUN),  # type: ignore[arg-type,return-value]
-        )
-    )
+
+    def before(operation: str, _key: str) -> None:
+        if operation == "delete_many":
+            claim_attempt(folder_store, RUN)
+
+    garbage_collector = collector(BreakingStore(folder_store, kill=False, before=before))
     with pytest.raises(FencedError):
         garbage_collector.collect(9)
     assert checkpoint_steps(folder_store, RUN) == [6, 9]

@@ -290,7 +290,7 @@ def test_a_malformed_request_of_a_peer_ends_only_its_connection(
     endpoint, _ = served
     random_ = random.Random(seed)
     whole = {"op": "get", "tier": "memory", "writer": 0, "key": KEY, "start": 0, "size": None}
-    odd = [None, -1, 2**70, 1e400, "x" * 2000, [], {}, "\ud800", float("nan"), True, "[" * 500]
+    odd: list[Any] = [None, -1, 2**70, 1e400, "x" * 2000, [], {}, "\ud800", float("nan"), True, "[" * 500]
     request = {**whole, random_.choice(list(whole)): random_.choice(odd), **({"more": 1} if seed % 5 == 0 else {})}
     data = (json.dumps(request) if seed % 4 else "[" * 9999).encode()
     raw = Channel.connect(endpoint.host, endpoint.port, endpoint.token)

@@ -73,7 +73,7 @@ def test_at_every_moment_of_a_save_an_index_has_its_packs_and_a_root_its_indexes
             assert folder_store.get("runs/run/metrics/6") == b"rows"
 
     attempt = claim_attempt(folder_store, RUN).number
-    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), attempt, keep_last=1)  # type: ignore[arg-type]
+    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), attempt, keep_last=1)
     save(writer, 3)
     writer.save(6, whole(state(6)), {}, {"runs/run/metrics/6": "rows"})
     writer.wait()
@@ -161,9 +161,9 @@ def test_an_attempt_that_is_replaced_before_its_fence_leaves_the_checkpoint_of_i
             seen[0] += 1
 
         breaking: Any = BreakingStore(store, kill=False, before=replace)
-        fence = partial(Attempt(RUN, 2).check, breaking)
+        check = partial(Attempt(RUN, 2).check, breaking)
         with suppress(FencedError, BadReaderError):
-            load_newest(breaking, RUN, blank(whole(state(0))), Gang(), 2, fence)
+            load_newest(breaking, RUN, blank(whole(state(0))), Gang(), 2, check)
         assert store.get(ROOT_6) == successor[ROOT_6], operations[number]
 
 
@@ -183,7 +183,7 @@ def test_checkpoints_stay_loadable_at_every_operation_of_a_collection(
         require_loadable(folder_store)
 
     watched = BreakingStore(folder_store, kill=False, before=look)
-    Collector(watched, Attempt(RUN, 1), Retention(1), Hurry()).collect(12)  # type: ignore[arg-type]
+    Collector(watched, Attempt(RUN, 1), Retention(1), Hurry()).collect(12)
     assert checkpoint_steps(folder_store, RUN) == [3, 12]
     assert [name[:16] for name in names(folder_store, "packs")] == [f"000001-{step:09d}" for step in (3, 9, 12)]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_a_pin_that_is_set_again_protects_both_roots(folder_store: Store) -> Non
     assert [pin.reason for pin in list_pins(folder_store, RUN)] == ["once more"]
 
 
-@pytest.mark.parametrize("act", [pin, lambda *of: fork_checkpoint(*of, "child")], ids=["pin", "fork_checkpoint"])
+@pytest.mark.parametrize("act", [pin, partial(fork_checkpoint, borrower="child")], ids=["pin", "fork_checkpoint"])
 @pytest.mark.parametrize("newer", [3, 9], ids=["above the newest", "below the newest"])
 def test_a_step_of_an_attempt_that_was_replaced_is_refused(
     folder_store: Store, act: Callable[..., object], newer: int
@@ -136,7 +137,7 @@ def test_a_fork_stays_loadable_with_a_collection_before_any_of_its_operations(tm
                 commit_and_collect(store)
 
         with suppress(MissingError):
-            fork_checkpoint(BreakingStore(store, kill=False, before=before), RUN, 6, "child")  # type: ignore[arg-type]
+            fork_checkpoint(BreakingStore(store, kill=False, before=before), RUN, 6, "child")
         if newest_step(store, "child") is not None:
             checkpoint = open_checkpoint(store, "child", 6)
             assert reads(checkpoint), f"before operation {at}"
@@ -161,7 +162,7 @@ def test_a_fork_stays_loadable_if_it_runs_before_any_operation_of_a_collection(t
                 with suppress(MissingError):
                     fork_checkpoint(store, RUN, 6, "child")
 
-        commit_and_collect(BreakingStore(store, kill=False, before=before))  # type: ignore[arg-type]
+        commit_and_collect(BreakingStore(store, kill=False, before=before))
         if newest_step(store, "child") is not None:
             assert reads(open_checkpoint(store, "child", 6)), f"before operation {at}"
         if count <= at:

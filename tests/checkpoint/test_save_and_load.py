@@ -1,6 +1,7 @@
 """A checkpoint restores what was saved, at any layout, and a save writes only what changed."""
 
 import threading
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -74,7 +75,12 @@ def test_a_tensor_is_read_row_after_row_and_each_piece_once(
     checkpoint = open_checkpoint(folder_store, RUN, 3)
     read: list[int] = []
     fill = Checkpoint.fill
-    monkeypatch.setattr(Checkpoint, "fill", lambda self, boxes: (read.append(boxes[0].data.nbytes), fill(self, boxes)))
+
+    def counted(self: Checkpoint, boxes: Sequence[TensorBox]) -> None:
+        read.append(boxes[0].data.nbytes)
+        fill(self, boxes)
+
+    monkeypatch.setattr(Checkpoint, "fill", counted)
     for name, tensor in {**tensors, "columns": columns}.items():
         read.clear()
         rows = list(checkpoint.rows(name))
@@ -144,7 +150,7 @@ def test_training_may_change_the_state_as_soon_as_it_is_copied_and_only_the_thir
         if operation == "put" and "/packs/" in key:
             assert store_resumes.wait(180)
 
-    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=100)  # type: ignore[arg-type]
+    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=100)
 
     def saved(step: int) -> None:
         tensors = state(step)
@@ -175,7 +181,7 @@ def test_rank_0_waits_for_a_commit_rather_than_run_further_ahead_than_is_allowed
         if operation == "put_if_absent" and "/checkpoints/" in key:
             assert commits.wait(180)
 
-    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=4)  # type: ignore[arg-type]
+    writer = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=4)
     writer.save(3, whole(state(3)), {})
     second = threading.Thread(target=save, args=(writer, 6))
     second.start()

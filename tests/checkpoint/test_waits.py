@@ -76,7 +76,7 @@ def test_a_buffer_that_a_hung_copy_may_still_be_read_from_is_never_filled_again(
             started.set()
             assert store_resumes.wait(180)
 
-    saving = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=100)  # type: ignore[arg-type]
+    saving = checkpointer(BreakingStore(folder_store, kill=False, before=before), max_lag_steps=100)
     saving.save(3, whole(state(3)), {})
     assert started.wait(180)
     assert saving._free == {1}

@@ -47,6 +47,7 @@ def _train(rank: int, size: int, url: str, folder: Path, spec: Spec, killed_afte
     training.addHandler(Stopper(killed_after, signal.SIGKILL))  # only rank 0 logs its progress
     store = open_store(url)
     number = Gang().broadcast(launch(store, spec) if rank == 0 else None, int | None)
+    assert number is not None
     try:
         with noticing_lost_peers():
             work(store, identity_of(spec), number, PreemptionSignal(), None, spec.code, functions_of(spec))

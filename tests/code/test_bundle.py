@@ -174,7 +174,12 @@ def test_no_more_is_read_than_a_bundle_can_hold(folder: Path, monkeypatch: pytes
     for number in range(9):
         (folder / f"part{number}.py").write_text("x = 1\n")
     read = bundle.read_file_bounded
-    monkeypatch.setattr(bundle, "read_file_bounded", lambda path, most: (reads.append(path), read(path, most))[1])
+
+    def counted(path: Path, most: int) -> bytes:
+        reads.append(path)
+        return read(path, most)
+
+    monkeypatch.setattr(bundle, "read_file_bounded", counted)
     monkeypatch.setattr(bundle, "MAX_FILES", 3)
     with pytest.raises(SpecError, match="more than 3 files of code"):
         make_bundle(folder)

@@ -1,6 +1,7 @@
 """Code of a spec: what is refused before anything runs, what is part of which identity, and how its digest travels."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ def test_files_with_any_line_ends_and_a_byte_order_mark_have_one_digest_here_and
     spec, store = load_spec(make_spec_file(code, **ALL)), open_store(f"file://{tmp_path}/store")
     publish_code(spec, store)
     enter_code(store, spec.code)
-    assert bind(spec.training.objective).keywords == {"gamma": 2.0}
+    bound = bind(spec.training.objective)
+    assert isinstance(bound, partial) and bound.keywords == {"gamma": 2.0}
 
 
 @pytest.mark.parametrize("what", CHANGES)
@@ -182,7 +184,8 @@ def test_a_bundle_is_published_with_the_request_and_a_store_is_not_trusted_with_
     assert store.stat(layout.code(spec.code)) is not None
     require_known_code(spec, "run x")
     enter_code(store, spec.code)
-    assert bind(spec.training.objective).keywords == {"gamma": 2.0}
+    bound = bind(spec.training.objective)
+    assert isinstance(bound, partial) and bound.keywords == {"gamma": 2.0}
     other = spec.training.objective.model_copy(update={"digest": "0" * 64})
     with pytest.raises(DataError, match="not the one of the run's identity"):
         bind(other)

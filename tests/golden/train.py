@@ -28,7 +28,7 @@ def main() -> None:
             changes = (f"parallel.strategy={strategy}", f"parallel.processes={size}", f"training.precision={precision}")
             runs.append(((*changes, f"training.steps={STEPS}"), name, None))
         endings = train_in_ranks(size, store.url, folder / f"ranks-{size}", runs)
-        assert not any(endings), endings
+        assert endings is not None and not any(endings), endings
         for overrides, name, _ in runs:
             digests[name] = read_manifest(store, run_id(tiny_spec(*overrides), DATASET_ID, name), STEPS).state_digest
     print(json.dumps(digests))

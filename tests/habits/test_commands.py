@@ -6,7 +6,6 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-import click
 import pytest
 import typer
 
@@ -35,7 +34,7 @@ def texts(path: Path) -> Iterator[str]:
 
 def problem(words: list[str]) -> str:
     """What is wrong with a command line; empty if it names a command and options that exist."""
-    command: click.Command = TOP
+    command = TOP
     while words and hasattr(command, "commands") and not words[0].startswith("-"):
         if words[0] not in command.commands:
             return f"no command {words[0]!r}"

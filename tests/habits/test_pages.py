@@ -19,7 +19,7 @@ REST = {"name": "a", "data": {"sources": [{"uri": "x"}]}, "store": "s3://bucket/
 
 def pieces() -> list[object]:
     """The YAML blocks of all pages that are (sections of) a spec."""
-    parameters = []
+    parameters: list[object] = []
     for page in PAGES:
         for block in BLOCK.findall(page.read_text(encoding="utf-8")):
             read = yaml.safe_load(block)

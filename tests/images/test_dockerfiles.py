@@ -173,7 +173,7 @@ def test_the_build_refuses_what_cannot_become_an_image(
     arguments: list[str], environment: dict[str, str], message: str
 ) -> None:
     environment = {"PATH": "/usr/bin:/bin", "HOME": "/", **environment}
-    command = [IMAGES / "build.sh", *arguments]
+    command = [str(IMAGES / "build.sh"), *arguments]
     process = subprocess.run(command, check=False, env=environment, capture_output=True, text=True, timeout=300)
     assert process.returncode == 2
     assert message in process.stderr

@@ -39,7 +39,12 @@ def write_index(folder: Path, version: str, needs: str) -> str:
     ],
 )
 def test_a_machine_without_a_driver_gets_the_cpu_wheel_and_a_cpu_image_no_other(
-    wanted: str, own, published, requested: str, installed: str, tmp_path: Path
+    wanted: str,
+    own: tuple[str, str],
+    published: tuple[str, str] | None,
+    requested: str,
+    installed: str,
+    tmp_path: Path,
 ) -> None:
     if wanted == "any" and Path("/proc/driver/nvidia/version").exists():
         pytest.skip("there is an NVIDIA driver, whose machines get what pip's own index has")

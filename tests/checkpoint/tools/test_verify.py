@@ -90,7 +90,7 @@ def test_a_checkpoint_collected_during_verification_is_not_damage(saved: Store) 
             saved.delete(layout.checkpoint(RUN, 3))
             saved.delete(key)
 
-    report = verify(BreakingStore(saved, kill=False, before=collect), RUN, 3)  # type: ignore[arg-type]
+    report = verify(BreakingStore(saved, kill=False, before=collect), RUN, 3)
     assert (report.collected, report.damages, report.intact) == (True, (), False)
     assert verify(saved, RUN, 3).collected
 
