@@ -86,6 +86,12 @@ class Machines:
 
     def __exit__(self, *_: object) -> None:
         for machine in self.machines:
+            sessions = (
+                psutil.Process(machine.sshd.pid).children() if machine.sshd and machine.sshd.poll() is None else []
+            )
+            for session in sessions:  # of a test that failed; they would keep the network of the machine
+                with suppress(psutil.Error):
+                    session.kill()
             self.stop(machine)
             if machine.namespace:
                 with suppress(subprocess.CalledProcessError):
