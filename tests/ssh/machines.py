@@ -87,7 +87,9 @@ class Machines:
     def __exit__(self, *_: object) -> None:
         for machine in self.machines:
             sessions = (
-                psutil.Process(machine.sshd.pid).children() if machine.sshd and machine.sshd.poll() is None else []
+                psutil.Process(machine.sshd.pid).children(recursive=True)
+                if machine.sshd and machine.sshd.poll() is None
+                else []
             )
             for session in sessions:  # of a test that failed; they would keep the network of the machine
                 with suppress(psutil.Error):
