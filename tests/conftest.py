@@ -16,7 +16,7 @@ from typing import Any
 import boto3
 import hypothesis
 import pytest
-from xdist.scheduler import LoadFileScheduling
+from xdist.scheduler import LoadFileScheduling  # type: ignore[import-untyped]
 
 from holdfast.pipelines.chaos.s3 import S3Server
 from holdfast.store import Store, open_store
@@ -33,11 +33,12 @@ def _name_the_frames_of_xdist() -> None:
     """For each task of a pipeline, kfp calls `inspect.stack()`. For a file without a module, inspect searches all
     imported modules. Processes of xdist run two such files, which costs a second per pipeline.
     """
-    frame = sys._getframe()
-    while frame := frame.f_back:
+    frame = sys._getframe().f_back
+    while frame is not None:
         file = frame.f_code.co_filename
         if inspect.getmodule(frame) is None:
             inspect.modulesbyfile[inspect.getabsfile(frame, file)] = __name__
+        frame = frame.f_back
 
 
 _name_the_frames_of_xdist()

@@ -16,7 +16,9 @@ class KeptServer(WarmServer):
     kept: dict[tuple[str, ...], WarmServer] = {}  # noqa: RUF012 - of the process
 
     @classmethod
-    def spawn(cls, modules: Sequence[str], environment: Mapping[str, str] | None = None) -> WarmServer:
+    def spawn(  # type: ignore[override]
+        cls, modules: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> WarmServer:
         """A server dies with the thread that called this. Another thread than the main one gets a separate server."""
         variables = environment or os.environ
         key = (*modules, *(variables.get(name, "") for name in ("PYTHONPATH", PRELOAD_VARIABLE)))

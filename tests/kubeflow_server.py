@@ -204,10 +204,11 @@ class KubeflowServer:
     def _upload_version(self, *, query: dict[str, str], body: bytes, content_type: str, **_: Any) -> dict[str, Any]:
         _get(self.pipelines, query["pipelineid"])
         message = BytesParser().parsebytes(f"Content-Type: {content_type}\r\n\r\n".encode() + body)
-        (part,) = message.get_payload()  # type: ignore[misc]
-        assert part.get_param("name", header="content-disposition") == "uploadfile"  # type: ignore[union-attr]
+        parts: Any = message.get_payload()
+        (part,) = parts
+        assert part.get_param("name", header="content-disposition") == "uploadfile"
         try:
-            pipeline, platform = yaml.load_all(part.get_payload(decode=True), yaml.CSafeLoader)  # type: ignore[union-attr, arg-type]
+            pipeline, platform = yaml.load_all(part.get_payload(decode=True), yaml.CSafeLoader)
             json_format.ParseDict(pipeline, pipeline_spec_pb2.PipelineSpec())
             json_format.ParseDict(platform, pipeline_spec_pb2.PlatformSpec())
         except (json_format.ParseError, yaml.YAMLError, ValueError) as error:

@@ -49,10 +49,9 @@ class Warm(subprocess.Popen[Any]):
     def _execute_child(self, *arguments: Any) -> None:
         call = inspect.signature(super()._execute_child).bind(*arguments).arguments  # type: ignore[misc]
         environment = dict(os.environ if call["env"] is None else call["env"])
-        ends = (call["c2pwrite"], call["errwrite"], call["start_new_session"], call["p2cread"])
-        out, err, new_session, read = (None if end == -1 else end for end in ends)
-        arguments = [os.fspath(call["cwd"] or "."), *call["args"][1:]]
-        self._warm = _SERVERS[0].start(__name__, arguments, environment, out, err, new_session, read)
+        out, err, read = (None if (end := call[name]) == -1 else end for name in ("c2pwrite", "errwrite", "p2cread"))
+        work = [os.fspath(call["cwd"] or "."), *call["args"][1:]]
+        self._warm = _SERVERS[0].start(__name__, work, environment, out, err, call["start_new_session"], read)
         self.pid, self._child_created = self._warm.pid, True
         ends = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
         self._close_pipe_fds(*(call[end] for end in ends))  # type: ignore[attr-defined]
@@ -133,11 +132,11 @@ def _fork_the_server_of_launches() -> None:
     forked = [WarmServer.fork(_OF_A_GANG)]
     spawn = WarmServer.spawn
 
-    def first(modules: Sequence[str], environment: Mapping[str, str] | None = None, **more: bool) -> WarmServer:
+    def first(modules: Sequence[str], environment: Mapping[str, str] | None = None) -> WarmServer:
         is_covered = {*modules} <= {*_OF_A_GANG} and environment is not None and _same_imports(environment)
-        return forked.pop() if forked and is_covered else spawn(modules, environment, **more)
+        return forked.pop() if forked and is_covered else spawn(modules, environment)
 
-    WarmServer.spawn = first  # type: ignore[method-assign, assignment]
+    WarmServer.spawn = first  # type: ignore[method-assign]
 
 
 def _import_what_mlflow_would_at_its_first_call() -> None:

@@ -9,7 +9,7 @@ from decimal import Decimal
 
 from kubernetes.utils.quantity import parse_quantity
 
-from tests.cluster.objects import Object, Objects, StatusError
+from tests.cluster.objects import Object, Objects, StatusError, Table
 from tests.cluster.podsecurity import refusal, violations
 
 ENFORCE = "pod-security.kubernetes.io/enforce"
@@ -94,7 +94,7 @@ def usage(spec: Object) -> dict[str, Decimal]:
     return amounts
 
 
-def used_of(objects: Objects, quota: Object) -> dict[str, Decimal]:
+def used_of(objects: Table, quota: Object) -> dict[str, Decimal]:
     """How much of a quota the running pods of its namespace use."""
     used = dict.fromkeys(quota["spec"]["hard"], Decimal(0))
     for pod in objects.all("pods", quota["metadata"]["namespace"]):
@@ -106,7 +106,7 @@ def used_of(objects: Objects, quota: Object) -> dict[str, Decimal]:
     return used
 
 
-def quota_status(objects: Objects, quota: Object) -> Object:
+def quota_status(objects: Table, quota: Object) -> Object:
     """The status that a quota's controller writes."""
     used = {key: _text(amount) for key, amount in used_of(objects, quota).items()}
     return {"hard": dict(quota["spec"]["hard"]), "used": used}

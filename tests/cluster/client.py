@@ -71,7 +71,7 @@ class Client:
         """The objects, and the version from which a watch continues. A kind that the server does not know has no
         objects."""
         try:
-            answer = self.request("GET", path_of(plural, namespace), **query)
+            answer = self.request("GET", path_of(plural, namespace), None, **query)
         except StatusError as error:
             if error.code == 404:
                 return [], ""

@@ -29,12 +29,13 @@ class Emulation:
         plane: ControlPlane | None = None,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.server: Any = ApiServer() if plane is None else RealServer(plane, folder)
-        self.objects: Any = self.server.objects
-        if plane is None:
-            self.objects.admit = Admission(self.objects)
-        self.kubelet = Kubelet(self.objects, folder, nodes)
-        self.operator = Operator(self.objects)
+        server = ApiServer() if plane is None else RealServer(plane, folder)
+        if isinstance(server, ApiServer):
+            server.objects.admit = Admission(server.objects)
+        self.server: Any = server
+        self.objects: Any = server.objects
+        self.kubelet = Kubelet(server.objects, folder, nodes)
+        self.operator = Operator(server.objects)
         self.plane = plane
         self.token = folder / "token"
         self.token.write_text("token-1" if plane is None else LAUNCHER)
@@ -96,8 +97,8 @@ class Emulation:
         for pod in pods:
             metadata = {"name": pod, "labels": {"workflows.argoproj.io/workflow": name}}
             containers = [{"name": "main", "image": "holdfast"}]
-            spec = {"containers": containers, "schedulerName": NOT_RUN}
-            self.objects.create("pods", {"metadata": metadata, "spec": spec, "status": {"phase": "Running"}})
+            body = {"metadata": metadata, "spec": {"containers": containers, "schedulerName": NOT_RUN}}
+            self.objects.create("pods", {**body, "status": {"phase": "Running"}})
         return workflow
 
     def label_namespace(self, labels: dict[str, str], namespace: str = NAMESPACE) -> None:

@@ -13,6 +13,7 @@ from tests import warm
 from tests.cluster import container as containers
 from tests.cluster.container import MissingReferenceError, Printed, signal_group
 from tests.cluster.objects import NAMESPACE, Object, Objects, now
+from tests.cluster.remote import ServerObjects
 
 NOT_RUN = "no-scheduler"  # scheduler name of pods whose work the test itself does
 MASTER_WAIT_SECONDS = 200.0  # the operator's init container: 100 tries, one every two seconds
@@ -21,7 +22,7 @@ MASTER_WAIT_SECONDS = 200.0  # the operator's init container: 100 tries, one eve
 class Kubelet:
     """Places pods on nodes and runs them. `program` may give a pod another command, or a status and no process."""
 
-    def __init__(self, objects: Objects, folder: Path, nodes: tuple[str, ...]) -> None:
+    def __init__(self, objects: Objects | ServerObjects, folder: Path, nodes: tuple[str, ...]) -> None:
         self.nodes = nodes
         self.full = False  # no pod can be placed
         self.room = 100  # pods for each node
@@ -190,6 +191,7 @@ class Kubelet:
         for mount in container.get("volumeMounts", []):
             if mount["name"] in maps and mount["mountPath"].startswith(containers.SCRATCH):
                 configmap = self._objects.get("configmaps", maps[mount["name"]]["name"], pod["metadata"]["namespace"])
+                assert configmap is not None
                 folder = Path(mount["mountPath"].replace(containers.SCRATCH, str(root)))
                 folder.mkdir(parents=True)
                 for name, text in configmap["data"].items():

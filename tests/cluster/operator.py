@@ -6,6 +6,7 @@ import uuid
 from datetime import UTC, datetime
 
 from tests.cluster.objects import Object, Objects, StatusError, now
+from tests.cluster.remote import ServerObjects
 from tests.ports import free_port
 
 # The init container that the operator (1.9.0) adds to a worker when the job has a master: it resolves the master's
@@ -23,7 +24,7 @@ KINDS = ("pytorchjobs", "pods", "leases", "workflows", "trainjobs", "jobs", "tra
 class Operator:
     """Creates pods of jobs, reports their state in conditions, and cleans up."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects | ServerObjects) -> None:
         self._objects = objects
         self._ports: dict[str, int] = {}
         self._started: dict[str, float] = {}

@@ -11,6 +11,7 @@ from holdfast.launch.kubernetes.api_errors import OverQuotaError, WebhookAwayErr
 from holdfast.launch.kubernetes.client import Api
 from holdfast.launch.kubernetes.kinds import KINDS
 from holdfast.spec.errors import AccessDeniedError, SpecError
+from tests.cluster.emulation import Emulation
 from tests.cluster.objects import NAMESPACE, Object, StatusError
 from tests.cluster.test_refusals import emitted
 from tests.envtest.control_plane import ADMIN, ControlPlane, needs_assets
@@ -25,7 +26,7 @@ ROOM = 'pytorchjobs.kubeflow.org "x" is forbidden: exceeded quota: few, requeste
 DENIED = 'admission webhook "validate.kyverno.svc" denied the request: no label "team"'
 
 
-def answering(cluster, code: int, words: str, patience: float = 2.0) -> Api:
+def answering(cluster: Emulation, code: int, words: str, patience: float = 2.0) -> Api:
     cluster.server.faults.append(lambda verb, plural: StatusError(code, words) if plural == "pytorchjobs" else None)
     return cluster.api(patience=patience)
 
@@ -36,7 +37,7 @@ def plane() -> None:
 
 
 def test_a_webhook_that_does_not_answer_is_named_and_the_server_is_not_blamed(
-    cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cluster: Emulation, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "retried", partial(client.retried, tries=5))  # the fourth try is logged
     caplog.set_level(logging.INFO, "holdfast.launch")
@@ -48,7 +49,7 @@ def test_a_webhook_that_does_not_answer_is_named_and_the_server_is_not_blamed(
     assert "the API server is away" not in caplog.text
 
 
-def test_a_quota_of_objects_is_waited_for_and_named(cluster) -> None:
+def test_a_quota_of_objects_is_waited_for_and_named(cluster: Emulation) -> None:
     with pytest.raises(
         OverQuotaError, match=r"a quota of the namespace has no room, lastly with: .*exceeded quota: few"
     ):
@@ -56,7 +57,7 @@ def test_a_quota_of_objects_is_waited_for_and_named(cluster) -> None:
     assert cluster.server.requests == [("create", "pytorchjobs")]  # the next request comes seconds later
 
 
-def test_an_admission_refusal_is_not_a_permission_error(cluster) -> None:
+def test_an_admission_refusal_is_not_a_permission_error(cluster: Emulation) -> None:
     with pytest.raises(AccessDeniedError, match=r'no label "team"; ask who runs the cluster$'):
         answering(cluster, 403, DENIED).create(JOBS, emitted())
 

@@ -1,6 +1,7 @@
 """An API server that was away: its first answers differ from those after it has read its roles."""
 
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,7 @@ from tests.cluster.emulation import Emulation
 from tests.cluster.objects import StatusError
 
 
-def test_a_request_denied_by_a_starting_server_is_retried(tmp_path) -> None:
+def test_a_request_denied_by_a_starting_server_is_retried(tmp_path: Path) -> None:
     with Emulation(tmp_path / "cluster") as cluster:
         api = cluster.api()
         faults = [StatusError(403, "cannot get leases") for _ in range(3)]

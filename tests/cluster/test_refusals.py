@@ -5,6 +5,8 @@ import logging
 import sys
 from collections.abc import Callable
 
+import pytest
+
 from holdfast.launch.emitters import objects_for
 from holdfast.launch.kubernetes import KubernetesLauncher, launcher
 from holdfast.spec import ExitCode
@@ -147,7 +149,7 @@ def test_an_object_with_an_owner_in_another_namespace_is_collected(cluster: Emul
 
 
 def test_the_launcher_names_what_refuses_half_of_a_gang_and_gives_the_job_up_in_its_time(
-    cluster: Emulation, monkeypatch, caplog
+    cluster: Emulation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
     monkeypatch.setattr(launcher, "objects_for", lambda job, owner: (with_a_master(emitted()),))
@@ -163,7 +165,7 @@ def test_the_launcher_names_what_refuses_half_of_a_gang_and_gives_the_job_up_in_
 
 
 def test_the_launcher_names_the_quota_that_half_of_a_gang_is_beyond_and_gives_the_job_up_in_its_time(
-    cluster: Emulation, monkeypatch, caplog
+    cluster: Emulation, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
     in_vain(monkeypatch, lambda: "1 of 2 pods" in caplog.text and "exceeded quota" in caplog.text)

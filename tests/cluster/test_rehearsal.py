@@ -11,7 +11,7 @@ from holdfast.pipelines.cli import app
 from holdfast.pipelines.paths import with_absolute_paths
 from holdfast.spec import load_spec
 from tests.cluster.rehearsal import rehearse
-from tests.envtest.control_plane import needs_assets
+from tests.envtest.control_plane import ControlPlane, needs_assets
 from tests.whole.small import write_corpus
 
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,9 @@ def test_the_example_compiles_for_every_target_it_can_have(target: str, tmp_path
     [pytest.param("in this process", marks=pytest.mark.drill), pytest.param("real", marks=needs_assets)],
     indirect=True,
 )
-def test_a_node_killed_in_training_causes_a_restart_and_the_model_is_registered(plane, tmp_path: Path) -> None:
+def test_a_node_killed_in_training_causes_a_restart_and_the_model_is_registered(
+    plane: ControlPlane | None, tmp_path: Path
+) -> None:
     write_corpus(tmp_path)
     store = f"s3://rehearsal-{uuid.uuid4().hex}/store"  # moto's buckets belong to the whole process
     small = [

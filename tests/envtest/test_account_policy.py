@@ -153,7 +153,7 @@ def test_the_command_in_the_message_allows_the_account(plane: ControlPlane) -> N
         for account in ("trainer", "default"):  # the second command keeps the account of the first one
             (command,) = re.findall(r"kubectl (annotate .*)", refused(plane, ARGO, workflow_pod(account)))
             plane.kubectl(*shlex.split(command))
-            until(plane, lambda name=account: not refused(plane, ARGO, workflow_pod(name)))
+            until(plane, lambda: not refused(plane, ARGO, workflow_pod(account)))  # noqa: B023
         assert refused(plane, ARGO, workflow_pod("trainer")) == ""
         assert refused(plane, OPERATOR, rank("trainer", KINDS["pytorchjob"].label)) == ""
         assert refused(plane, SERVING, deployment("trainer")) == ""

@@ -68,7 +68,7 @@ def status(kind: str, succeeded: bool) -> dict[str, object]:
 
 
 @of_each_kind
-def test_the_server_knows_every_field_of_a_job(plane: ControlPlane, cluster) -> None:
+def test_the_server_knows_every_field_of_a_job(plane: ControlPlane, cluster: dict[str, Any]) -> None:
     for manifest in objects_for(job(**cluster)):
         text = json.dumps(manifest)
         plane.kubectl("apply", "--dry-run=server", "--validate=strict", "-n", NAMESPACE, "-f", "-", text=text)
@@ -76,7 +76,9 @@ def test_the_server_knows_every_field_of_a_job(plane: ControlPlane, cluster) -> 
 
 @of_each_kind
 @pytest.mark.parametrize("succeeded", [True, False], ids=["succeeded", "failed"])
-def test_a_job_is_made_watched_to_its_end_and_cleared_away(plane: ControlPlane, cluster, succeeded: bool) -> None:
+def test_a_job_is_made_watched_to_its_end_and_cleared_away(
+    plane: ControlPlane, cluster: dict[str, Any], succeeded: bool
+) -> None:
     kind = cluster["job"]
     resource = RESOURCES[kind]
     launcher = KubernetesLauncher(settings(**cluster), plane.api())
@@ -86,7 +88,12 @@ def test_a_job_is_made_watched_to_its_end_and_cleared_away(plane: ControlPlane, 
         until(plane, lambda: NAME in plane.kubectl("get", resource, "-n", NAMESPACE, "-o", "name"))
         assert KubernetesLauncher(settings(**cluster), plane.api()).adopt(RUN, 1)
         plane.say(resource, NAME, status(kind, succeeded))
-        until(plane, lambda: plane.finish_deletions(resource) or running.ending or running.error)
+
+        def ended() -> bool:
+            plane.finish_deletions(resource)
+            return running.ending is not None or running.error is not None
+
+        until(plane, ended)
         ending = running.end()
     assert ending.code == (ExitCode.OK if succeeded else ExitCode.KILLED)
     plane.kubectl("delete", resource, "--all", "-n", NAMESPACE, "--wait=false")
@@ -109,7 +116,7 @@ def overlays() -> list[Path]:
 
 
 @pytest.mark.parametrize("overlay", overlays(), ids=lambda path: path.name)
-def test_every_overlay_is_accepted_by_the_server(plane: ControlPlane, overlay) -> None:
+def test_every_overlay_is_accepted_by_the_server(plane: ControlPlane, overlay: Path) -> None:
     binaries = assets()
     assert binaries is not None
     rendered = subprocess.run(

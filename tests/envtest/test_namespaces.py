@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -39,7 +40,7 @@ def make_pod(plane: ControlPlane, name: str) -> None:
     plane.kubectl("apply", "-f", "-", text=json.dumps({**POD, "metadata": {"name": name, "namespace": HOME}}))
 
 
-def held(plane: ControlPlane) -> dict[str, object]:
+def held(plane: ControlPlane) -> dict[str, Any]:
     leases = json.loads(plane.kubectl("get", "leases", "-n", NAMESPACE, "-o", "json"))["items"]
     return leases[0] if leases else {}
 

@@ -3,11 +3,13 @@ next batch in a collective that no other rank calls. With `node`, a signal stops
 """
 
 import os
+from collections.abc import Iterator
 
 import psutil
 import torch.distributed as dist
 
 from holdfast.dataset import Prefetcher
+from holdfast.dataset.batches import Item
 from holdfast.rank import worker
 
 
@@ -22,7 +24,7 @@ def main() -> None:
 def _hang(step: int, how: str) -> None:
     iterate = Prefetcher.__iter__
 
-    def batches(self):
+    def batches(self: Prefetcher) -> Iterator[Item]:
         for number, rows in iterate(self):
             if how == "collective" and number == step:
                 dist.barrier()
@@ -30,7 +32,7 @@ def _hang(step: int, how: str) -> None:
                 _stop()
             yield number, rows
 
-    Prefetcher.__iter__ = batches
+    Prefetcher.__iter__ = batches  # type: ignore[method-assign]
 
 
 def _stop() -> None:

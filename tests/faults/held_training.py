@@ -27,5 +27,5 @@ def held_job(*arguments: Any) -> Job:
 
 
 if __name__ == "__main__":
-    step.training_job = held_job
+    step.training_job = held_job  # type: ignore[assignment]
     sys.exit(main("train", body))

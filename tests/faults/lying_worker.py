@@ -1,9 +1,11 @@
 """A rank whose hardware computes wrong. HOLDFAST_TEST_LIES is "rank:step": where a bit of a weight is flipped."""
 
 import os
+from typing import Any
 
 import torch
 
+from holdfast.engines.interface import StepOutput
 from holdfast.engines.torch.engine import TorchEngine
 from holdfast.rank import worker
 
@@ -13,7 +15,7 @@ def main() -> None:
     rank, step = os.environ["HOLDFAST_TEST_LIES"].split(":")
     sound, calls = TorchEngine.step, [0]
 
-    def wrong(self, *given, **more):
+    def wrong(self: TorchEngine, *given: Any, **more: Any) -> StepOutput:
         output = sound(self, *given, **more)
         calls[0] += 1
         if os.environ["RANK"] == rank and calls[0] == int(step):
@@ -21,5 +23,5 @@ def main() -> None:
             box.data.view(torch.int32)[3, 5] ^= 1
         return output
 
-    TorchEngine.step = wrong
+    TorchEngine.step = wrong  # type: ignore[method-assign]
     worker.main()

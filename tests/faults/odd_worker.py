@@ -38,7 +38,7 @@ def _leave_at_load() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         return restore(*arguments)
 
-    worker.Checkpointer.restore = stopped  # type: ignore[method-assign]
+    worker.Checkpointer.restore = stopped  # type: ignore[method-assign, assignment]
 
 
 def _leave_at(last: int) -> None:
@@ -69,4 +69,4 @@ if __name__ == "__main__":
         _compute_wrong()
     else:
         _leave_at(int(how.removeprefix("leaves-at-")))
-    sys.exit(worker.main())
+    worker.main()

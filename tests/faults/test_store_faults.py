@@ -63,7 +63,7 @@ def disturbed(s3_url: str, home: Path, proxy: FaultyProxy) -> dict[str, object]:
 
 @pytest.mark.slow
 def test_a_store_that_misbehaves_in_many_ways_changes_no_bit(
-    tmp_path: Path, s3_url: str, proxy, undisturbed: dict[str, object]
+    tmp_path: Path, s3_url: str, proxy: FaultyProxy, undisturbed: dict[str, object]
 ) -> None:
     faults = [proxy.inject(fault, times=None, chance=0.02) for fault in FAULTS.values()]
     assert disturbed(s3_url, tmp_path, proxy) == undisturbed

@@ -31,5 +31,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    step.training_job = sick_job
+    step.training_job = sick_job  # type: ignore[assignment]
     sys.exit(step_main("train", body))

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 
-def main() -> object:
+def main() -> int | None:
     action, *more = sys.argv[1:]
     if action == "say":
         state = {"environment": dict(os.environ), "session": os.getsid(0) == os.getpid(), "folder": str(Path.cwd())}

@@ -57,7 +57,7 @@ class Waits(threading.Event):
 
 
 def supervised(launcher: Scripted, waits: Waits, **restarts: float) -> GangExit:
-    settings = Restarts(**restarts)  # type: ignore[arg-type]
+    settings = Restarts(**restarts)
     return supervise(
         launcher, launcher.next_job, settings, waits, saved_step=launcher.saved_step, clock=lambda: launcher.now
     )

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import boto3
@@ -23,7 +24,7 @@ class Words:
     """A place that only returns given words."""
 
     def __init__(self, digests: list[str], left: str = "") -> None:
-        self.faults = {"nothing": lambda: "nothing"}
+        self.faults: Mapping[str, Callable[[], str]] = {"nothing": lambda: "nothing"}
         self._digests, self._left, self._polls = digests, left, 0
 
     def listed(self) -> frozenset[str]:
@@ -88,7 +89,7 @@ def drill(*arguments: str, **more: str) -> None:
 @pytest.mark.drill
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("assets", ["", pytest.param(os.environ.get("KUBEBUILDER_ASSETS", ""), marks=needs_assets)])
-def test_no_fault_of_the_emulated_cluster_changes_bits_or_leaves_objects(assets) -> None:
+def test_no_fault_of_the_emulated_cluster_changes_bits_or_leaves_objects(assets: str) -> None:
     drill("--minutes", "0", "--seed", "7", "--together", "3", KUBEBUILDER_ASSETS=assets)
 
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ cluster: {nodes: {min: %d, max: 2, rendezvous_seconds: 60}}
 """
 
 
-def injected(thing: dict, node: int) -> dict[str, str]:
+def injected(thing: dict[str, Any], node: int) -> dict[str, str]:
     """What the training operator (1.9) adds to a worker's environment in a job without a master. The flags repeat
     it, and add more."""
     spec = thing["spec"]
@@ -39,7 +40,7 @@ def injected(thing: dict, node: int) -> dict[str, str]:
     return common | {"PET_NNODES": str(spec["pytorchReplicaSpecs"]["Worker"]["replicas"])}
 
 
-def command(container: dict, name: str, node: int, port: int) -> list[str]:
+def command(container: dict[str, Any], name: str, node: int, port: int) -> list[str]:
     """The command as the kubelet starts it, on one machine: worker 0 is here, at a free port."""
     places = {f"{name}-worker-0:23456": f"127.0.0.1:{port}", f"{name}-worker-0": "127.0.0.1"}
     places |= {"--master-port=23456": f"--master-port={port}", "$(HOLDFAST_NODE_RANK)": str(node)}
@@ -49,7 +50,7 @@ def command(container: dict, name: str, node: int, port: int) -> list[str]:
     return [sys.executable, *arguments]
 
 
-def start(thing: dict, node: int, port: int, folder: Path) -> subprocess.Popen[str]:
+def start(thing: dict[str, Any], node: int, port: int, folder: Path) -> subprocess.Popen[str]:
     """One pod of a job, as a process."""
     (replica,) = thing["spec"]["pytorchReplicaSpecs"].values()
     (container,) = replica["template"]["spec"]["containers"]

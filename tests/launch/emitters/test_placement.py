@@ -1,6 +1,7 @@
 """Placement and resources of a training job's pods, in every object that can contain them."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ FABRIC = (
 )
 
 
-def variables(template: dict) -> dict[str, str]:
+def variables(template: dict[str, Any]) -> dict[str, str]:
     (container,) = template["spec"]["containers"]
     return {variable["name"]: variable["value"] for variable in container["env"] if "value" in variable}
 

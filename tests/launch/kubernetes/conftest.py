@@ -81,7 +81,9 @@ class Running:
     followers: ClassVar[list[LogFollower]] = []  # of all launchers of the test
 
     def __init__(self, launcher: KubernetesLauncher, launch: Job) -> None:
-        self.launcher, self.ending, self.error = launcher, None, None
+        self.launcher = launcher
+        self.ending: GangExit | None = None
+        self.error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(launch,), daemon=True)
         self._thread.start()
 

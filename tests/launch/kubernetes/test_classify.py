@@ -57,7 +57,9 @@ def disrupted(reason: str) -> list[Object]:
     ],
     ids=str,
 )
-def test_an_end_has_a_code_words_and_perhaps_a_node_to_blame(found, code: int, words: str, blames: bool) -> None:
+def test_an_end_has_a_code_words_and_perhaps_a_node_to_blame(
+    found: Object, code: int, words: str, blames: bool
+) -> None:
     symptom = end_of(found, "pytorch", 1)
     assert symptom is not None
     assert (symptom.code, symptom.blames_node, symptom.node) == (code, blames, "node-b")
@@ -68,7 +70,7 @@ def test_an_end_has_a_code_words_and_perhaps_a_node_to_blame(found, code: int, w
 @pytest.mark.parametrize(
     "found", [ended(0, "Completed", "Succeeded"), pod(phase="Running"), pod(phase="Pending"), pod()]
 )
-def test_a_running_waiting_or_succeeded_pod_has_no_symptom(found) -> None:
+def test_a_running_waiting_or_succeeded_pod_has_no_symptom(found: Object) -> None:
     assert end_of(found, "pytorch", 0) is None
 
 
@@ -86,7 +88,7 @@ def test_a_running_waiting_or_succeeded_pod_has_no_symptom(found) -> None:
     ],
     ids=str,
 )
-def test_a_pod_start_failure_is_permanent_and_names_the_remedy(found, code: ExitCode, words: str) -> None:
+def test_a_pod_start_failure_is_permanent_and_names_the_remedy(found: Object, code: ExitCode, words: str) -> None:
     obstacle = obstacle_of(found, "pytorch", 0, 600.0)
     assert obstacle is not None
     assert obstacle.symptom.code == code and not ExitCode(code).retryable

@@ -1,7 +1,9 @@
 """An elastic job on the emulated cluster, whose nodes take one pod each: a node is lost, and returns."""
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,7 +100,7 @@ def test_a_pod_of_an_elastic_job_may_be_lost_but_not_the_first_nor_again_and_aga
         return python(lives[min(len(pod_names), len(lives)) - 1])
 
     cluster.kubelet.program = program
-    elastic = {"nodes": {"min": 1, "max": 2}, "restarts": {"budget": 2}}
+    elastic: dict[str, Any] = {"nodes": {"min": 1, "max": 2}, "restarts": {"budget": 2}}
     ending = Running(KubernetesLauncher(settings(**elastic), cluster.api()), job(**elastic)).end()
     assert ending.code == code
     assert ending.detail.startswith(f"node rank {rank} " if code else "")
@@ -115,13 +117,13 @@ def test_a_pod_of_a_job_with_spares_may_be_lost_and_is_made_again(cluster: Emula
         return python(KILLED if len(pod_names) == 1 else DONE)
 
     cluster.kubelet.program = program
-    spared = {"nodes": {"min": 2, "max": 2}, "spares": 1, "restarts": {"budget": 2}}
+    spared: dict[str, Any] = {"nodes": {"min": 2, "max": 2}, "spares": 1, "restarts": {"budget": 2}}
     ending = Running(KubernetesLauncher(settings(**spared), cluster.api()), job(**spared)).end()
     assert ending.code == ExitCode.OK, ending
     assert len(pod_names) == 2
 
 
-def held_by(held: Held):
+def held_by(held: Held) -> Callable[[Object], None]:
     """A pod's program: its normal command, with ranks that wait for the test."""
 
     def program(pod: Object) -> None:

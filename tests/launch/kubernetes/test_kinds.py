@@ -29,7 +29,9 @@ def conditions(*words: str, spec: Object | None = None, **status: object) -> Obj
         (conditions("Failed"), "failed", False),  # without an end time, its time to live never runs out
     ],
 )
-def test_the_status_of_a_pytorchjob_is_read_from_its_conditions_in_any_order(job, state: str, finished: bool) -> None:
+def test_the_status_of_a_pytorchjob_is_read_from_its_conditions_in_any_order(
+    job: Object, state: str, finished: bool
+) -> None:
     status = KINDS["pytorchjob"].status(job)
     assert (status.state, status.finished) == (state, finished)
 
@@ -38,7 +40,7 @@ def test_the_status_of_a_pytorchjob_is_read_from_its_conditions_in_any_order(job
     ("words", "state"),
     [((), "waiting"), (("Suspended",), "suspended"), (("Complete",), "succeeded"), (("Failed",), "failed")],
 )
-def test_the_status_of_a_trainjob_is_read_from_its_conditions_without_a_ttl(words, state: str) -> None:
+def test_the_status_of_a_trainjob_is_read_from_its_conditions_without_a_ttl(words: tuple[str, ...], state: str) -> None:
     status = KINDS["trainjob"].status(conditions(*words, spec={}))
     assert (status.state, status.finished) == (state, False)
 
@@ -81,5 +83,5 @@ def replica(index: int) -> Object:
         ("volcano", pod({}, **{"volcano.sh/task-index": "3"}), 3),
     ],
 )
-def test_the_node_rank_is_read_from_the_pod(kind: str, found, rank: int) -> None:
+def test_the_node_rank_is_read_from_the_pod(kind: str, found: Object, rank: int) -> None:
     assert KINDS[kind].rank(found) == rank

@@ -1,7 +1,10 @@
 """The launcher on an emulated cluster: how jobs end, who creates them, and what remains of them."""
 
 import threading
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +13,8 @@ from holdfast.launch.kubernetes import KubernetesLauncher, follow
 from holdfast.launch.kubernetes.api_errors import ConflictError
 from holdfast.spec import ExitCode
 from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError, PreemptedError, SpecError
-from tests.cluster.api import PLURALS, StatusError
+from tests.cluster.api import PLURALS, Object, StatusError
+from tests.cluster.emulation import Emulation
 from tests.faults.nodes import PATIENCE
 from tests.launch.kubernetes.conftest import (
     RUN,
@@ -46,17 +50,17 @@ QUIET, DONE = "import time; time.sleep(600)", "pass"
 FIRST = f"holdfast-{RUN}-1"
 
 
-def launcher(cluster, pod=None) -> KubernetesLauncher:
+def launcher(cluster: Emulation, pod: str | None = None) -> KubernetesLauncher:
     return KubernetesLauncher(settings(), cluster.api(), pod)
 
 
-def left(cluster) -> set[str]:
+def left(cluster: Emulation) -> set[str]:
     """The names of all objects except a pipeline and its pods."""
     names = {manifest["metadata"]["name"] for plural in PLURALS for manifest in cluster.objects.all(plural)}
     return names - {"pipeline", "launcher-1", "launcher-2"}
 
 
-def test_a_successful_launch_returns_the_log_tail_of_rank_0_and_keeps_the_job(cluster) -> None:
+def test_a_successful_launch_returns_the_log_tail_of_rank_0_and_keeps_the_job(cluster: Emulation) -> None:
     cluster.kubelet.program = each("[print('line', n) for n in range(500)]", DONE)
     running = Running(launcher(cluster), job())
     ending = running.end()
@@ -65,7 +69,7 @@ def test_a_successful_launch_returns_the_log_tail_of_rank_0_and_keeps_the_job(cl
     assert cluster.jobs() == [FIRST]
 
 
-def test_a_job_without_retention_is_deleted(cluster) -> None:
+def test_a_job_without_retention_is_deleted(cluster: Emulation) -> None:
     cluster.kubelet.program = each("print('done')", DONE)
     assert Running(launcher(cluster), job(ttl_minutes=0)).end().code == 0
     with cluster.objects.changed:
@@ -84,7 +88,7 @@ def test_a_job_without_retention_is_deleted(cluster) -> None:
     ids=["diverged", "bad data", "killed", "store", "preempted"],
 )
 def test_a_failure_names_the_rank_that_was_the_cause_and_leaves_nothing(
-    cluster, tmp_path, codes, code: int, rank: int
+    cluster: Emulation, tmp_path: Path, codes: tuple[str, str], code: int, rank: int
 ) -> None:
     programs = (f"print('the end of the log', flush=True)\n{text}" for text in codes)
     cluster.kubelet.program = each(*(text.replace("PEER", str(tmp_path / "peer")) for text in programs))
@@ -96,11 +100,11 @@ def test_a_failure_names_the_rank_that_was_the_cause_and_leaves_nothing(
     assert left(cluster) == set()
 
 
-def status(phase: str = "Failed", **more: object) -> dict[str, object]:
+def status(phase: str = "Failed", **more: object) -> Object:
     return {"phase": phase, **more}
 
 
-def container(**state: object) -> dict[str, object]:
+def container(**state: object) -> dict[str, Any]:
     return {"containerStatuses": [{"name": "pytorch", "state": state}]}
 
 
@@ -121,7 +125,7 @@ def container(**state: object) -> dict[str, object]:
     ids=["evicted", "node lost", "out of memory", "image"],
 )  # fmt: skip
 def test_a_pod_failure_of_the_cluster_is_reported_and_blames_the_node_where_due(
-    cluster, found, code: int, words: str, blamed
+    cluster: Emulation, found: Object, code: int, words: str, blamed: set[str]
 ) -> None:
     cluster.kubelet.program = lambda pod: found if rank_of(pod) else python(SERVE)
     ending = Running(launcher(cluster), job()).end()
@@ -133,7 +137,7 @@ def test_a_pod_failure_of_the_cluster_is_reported_and_blames_the_node_where_due(
 
 @pytest.mark.parametrize(("first", "blamed"), [(208, {"node-a", "node-b"}), (202, {"node-b"})], ids=["both", "one"])
 def test_each_node_that_may_compute_wrong_is_blamed(
-    cluster, tmp_path, monkeypatch: pytest.MonkeyPatch, first: int, blamed
+    cluster: Emulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, blamed: set[str]
 ) -> None:
     monkeypatch.setattr(follow, "SETTLE_SECONDS", PATIENCE)
     cluster.kubelet.program = each(
@@ -146,7 +150,7 @@ def test_each_node_that_may_compute_wrong_is_blamed(
 
 
 def test_an_unschedulable_job_times_out_with_the_message_of_the_scheduler(
-    cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cluster: Emulation, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_vain(monkeypatch, lambda: "Insufficient cpu" in caplog.text)
     cluster.kubelet.full = True
@@ -156,7 +160,7 @@ def test_an_unschedulable_job_times_out_with_the_message_of_the_scheduler(
     assert left(cluster) == set()
 
 
-def test_a_job_past_its_deadline_ends_permanently(cluster) -> None:
+def test_a_job_past_its_deadline_ends_permanently(cluster: Emulation) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
     ending = Running(launcher(cluster), job(deadline_hours=0.0003)).end()
     assert ending.code == ExitCode.CANCELLED
@@ -164,7 +168,7 @@ def test_a_job_past_its_deadline_ends_permanently(cluster) -> None:
 
 
 @pytest.mark.parametrize("what", ["job", "pod"])
-def test_an_externally_deleted_job_or_pod_is_a_retryable_failure(cluster, what: str) -> None:
+def test_an_externally_deleted_job_or_pod_is_a_retryable_failure(cluster: Emulation, what: str) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
     running = Running(launcher(cluster), job())
     running.wait_for("ready")
@@ -179,14 +183,14 @@ def test_an_externally_deleted_job_or_pod_is_a_retryable_failure(cluster, what: 
     assert left(cluster) == set()
 
 
-def test_excluded_nodes_are_not_used_again(cluster) -> None:
+def test_excluded_nodes_are_not_used_again(cluster: Emulation) -> None:
     cluster.kubelet.program = each("print('done')", DONE)
     avoiding = replace(job(), excluded_nodes=frozenset({"node-a"}))
     assert Running(launcher(cluster), avoiding).end().code == 0
     assert {pod["spec"]["nodeName"] for pod in cluster.objects.all("pods")} <= {"node-b", "node-c"}
 
 
-def test_an_existing_job_is_adopted_and_not_recreated(cluster) -> None:
+def test_an_existing_job_is_adopted_and_not_recreated(cluster: Emulation) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
     first = launcher(cluster)
     Running(first, job()).wait_for("ready")  # this launcher keeps running until the test ends, like one that hangs
@@ -202,9 +206,7 @@ def test_an_existing_job_is_adopted_and_not_recreated(cluster) -> None:
     assert left(cluster) == set()
 
 
-def test_a_launcher_stopped_before_it_follows_ends_the_adopted_job(
-    cluster,
-) -> None:
+def test_a_launcher_stopped_before_it_follows_ends_the_adopted_job(cluster: Emulation) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
     Running(launcher(cluster), job()).wait_for("ready")
     both_ready(cluster)
@@ -215,21 +217,21 @@ def test_a_launcher_stopped_before_it_follows_ends_the_adopted_job(
     assert left(cluster) == set()
 
 
-def test_jobs_of_older_launches_and_failed_ones_are_cleared_away(cluster) -> None:
+def test_jobs_of_older_launches_and_failed_ones_are_cleared_away(cluster: Emulation) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
     Running(launcher(cluster), job(launch=1)).wait_for("ready")
     assert not launcher(cluster).adopt(RUN, 2)
     assert left(cluster) == set()
 
 
-def test_a_job_of_that_name_that_is_another_s_is_left_alone(cluster) -> None:
+def test_a_job_of_that_name_that_is_another_s_is_left_alone(cluster: Emulation) -> None:
     cluster.objects.create("pytorchjobs", {"metadata": {"name": FIRST}, "spec": {"runPolicy": {"suspend": True}}})
     with pytest.raises(SpecError, match=r"has another pytorchjobs\.kubeflow\.org called"):
         Running(launcher(cluster), job()).end()
     assert cluster.jobs() == [FIRST]
 
 
-def test_an_unobserved_success_is_adopted(cluster) -> None:
+def test_an_unobserved_success_is_adopted(cluster: Emulation) -> None:
     cluster.kubelet.program = each("print('done')", DONE)
     assert Running(launcher(cluster), job()).end().code == 0
     second = launcher(cluster)
@@ -250,7 +252,7 @@ def test_an_unobserved_success_is_adopted(cluster) -> None:
     ],
     ids=["terminate", "stop", "kfp", "failed", "deleted"],
 )
-def test_a_pipeline_that_was_ended_ends_the_job(cluster, end) -> None:
+def test_a_pipeline_that_was_ended_ends_the_job(cluster: Emulation, end: Callable[[Object], None]) -> None:
     cluster.start_workflow()
     cluster.kubelet.program = each(SERVE, SERVE)
     first = launcher(cluster, "launcher-1")
@@ -263,7 +265,7 @@ def test_a_pipeline_that_was_ended_ends_the_job(cluster, end) -> None:
     assert left(cluster) == set()
 
 
-def test_an_evicted_launcher_leaves_the_job_which_belongs_to_the_pipeline(cluster) -> None:
+def test_an_evicted_launcher_leaves_the_job_which_belongs_to_the_pipeline(cluster: Emulation) -> None:
     workflow = cluster.start_workflow()
     cluster.kubelet.program = each(SERVE, SERVE)
     first = launcher(cluster, "launcher-1")
@@ -280,9 +282,9 @@ def test_an_evicted_launcher_leaves_the_job_which_belongs_to_the_pipeline(cluste
         assert cluster.objects.changed.wait_for(lambda: not left(cluster), PATIENCE), left(cluster)
 
 
-def test_two_launchers_of_a_run_take_turns(cluster) -> None:
+def test_two_launchers_of_a_run_take_turns(cluster: Emulation) -> None:
     cluster.start_workflow()
-    inside, order = threading.Event(), []
+    inside, order = threading.Event(), list[str]()
 
     def second() -> None:
         with launcher(cluster, "launcher-2").only_one(RUN):
@@ -298,7 +300,7 @@ def test_two_launchers_of_a_run_take_turns(cluster) -> None:
     assert left(cluster) == set()
 
 
-def test_a_launcher_whose_pod_failed_is_replaced_immediately_and_ends_as_preempted(cluster) -> None:
+def test_a_launcher_whose_pod_failed_is_replaced_immediately_and_ends_as_preempted(cluster: Emulation) -> None:
     cluster.start_workflow()
     cluster.kubelet.program = each(SERVE, SERVE)
     dead = launcher(cluster, "launcher-1")
@@ -311,7 +313,7 @@ def test_a_launcher_whose_pod_failed_is_replaced_immediately_and_ends_as_preempt
     assert cluster.jobs() == [FIRST]
 
 
-def test_a_launcher_whose_lease_is_deleted_leaves_the_job_to_others(cluster) -> None:
+def test_a_launcher_whose_lease_is_deleted_leaves_the_job_to_others(cluster: Emulation) -> None:
     cluster.start_workflow()
     cluster.kubelet.program = each(SERVE, SERVE)
     first = launcher(cluster, "launcher-1")
@@ -324,7 +326,7 @@ def test_a_launcher_whose_lease_is_deleted_leaves_the_job_to_others(cluster) -> 
     assert cluster.jobs() == [FIRST]
 
 
-def test_the_lease_holder_is_identified_by_namespace_pod_name_and_uid(cluster) -> None:
+def test_the_lease_holder_is_identified_by_namespace_pod_name_and_uid(cluster: Emulation) -> None:
     cluster.start_workflow()
     with launcher(cluster, "launcher-1").only_one(RUN):
         (lease,) = cluster.objects.all("leases")
@@ -338,7 +340,7 @@ def test_the_lease_holder_is_identified_by_namespace_pod_name_and_uid(cluster) -
             assert new_lease["spec"]["holderIdentity"] != lease["spec"]["holderIdentity"]
 
 
-def test_a_lease_under_deletion_is_not_acquired(cluster) -> None:
+def test_a_lease_under_deletion_is_not_acquired(cluster: Emulation) -> None:
     cluster.start_workflow()
     taken = threading.Event()
 
@@ -348,19 +350,19 @@ def test_a_lease_under_deletion_is_not_acquired(cluster) -> None:
 
     metadata = {"name": f"holdfast-{RUN}", "deletionTimestamp": "2026-01-01T00:00:00Z"}
     blocked = cluster.operator.collect
-    cluster.operator.collect = lambda: None  # no garbage collector runs
+    cluster.operator.collect = lambda: None  # type: ignore[method-assign]  # no garbage collector runs
     cluster.objects.create("leases", {"metadata": metadata, "spec": {"holderIdentity": "pod/training/gone/"}})
     waiting = threading.Thread(target=second)
     waiting.start()
     assert not taken.wait(1.0)  # as long as five checks take
-    cluster.operator.collect = blocked
+    cluster.operator.collect = blocked  # type: ignore[method-assign]
     cluster.objects.change("leases", f"holdfast-{RUN}", lambda lease: lease["spec"].update(renewTime="now"))
     waiting.join(PATIENCE)
     assert taken.is_set()
 
 
 @pytest.mark.parametrize("code", [429, 500, 503])
-def test_throttling_and_server_errors_are_waited_out(cluster, code: int) -> None:
+def test_throttling_and_server_errors_are_waited_out(cluster: Emulation, code: int) -> None:
     answers = iter([StatusError(code, "not now", 1 if code == 429 else None)] * 4)
     cluster.server.faults.append(lambda verb, plural: next(answers, None))
     cluster.kubelet.program = each("print('done')", DONE)
@@ -369,7 +371,7 @@ def test_throttling_and_server_errors_are_waited_out(cluster, code: int) -> None
     assert ending.log_tail == ("done",)
 
 
-def test_a_lost_reply_to_the_creation_makes_no_second_job(cluster) -> None:
+def test_a_lost_reply_to_the_creation_makes_no_second_job(cluster: Emulation) -> None:
     lost = iter([True])
 
     def lose(verb: str, plural: str) -> StatusError | None:
@@ -377,8 +379,6 @@ def test_a_lost_reply_to_the_creation_makes_no_second_job(cluster) -> None:
             cluster.objects.create("pytorchjobs", body)
             return StatusError(500, "the reply is lost")
         return None
-
-    from holdfast.launch.emitters import objects_for
 
     (body,) = objects_for(job(), None)
     cluster.server.faults.append(lose)
@@ -390,7 +390,7 @@ def test_a_lost_reply_to_the_creation_makes_no_second_job(cluster) -> None:
 TICKS = "import time,sys\nfor n in range(40):\n    print('tick', n, flush=True)\n    time.sleep(0.1)"
 
 
-def test_dropped_connections_forgotten_versions_and_an_outage_cost_no_line_and_no_watch(cluster) -> None:
+def test_dropped_connections_forgotten_versions_and_an_outage_cost_no_line_and_no_watch(cluster: Emulation) -> None:
     cluster.kubelet.program = each(TICKS, DONE)
     running = Running(launcher(cluster), job())
     running.wait_for("tick 5")
@@ -407,7 +407,7 @@ def test_dropped_connections_forgotten_versions_and_an_outage_cost_no_line_and_n
     assert len(cluster.server.requests) < 200  # no busy loop sends requests
 
 
-def test_a_token_that_expires_is_read_again(cluster) -> None:
+def test_a_token_that_expires_is_read_again(cluster: Emulation) -> None:
     cluster.kubelet.program = each(TICKS, DONE)
     running = Running(launcher(cluster), job())
     running.wait_for("tick 3")
@@ -422,7 +422,7 @@ def test_a_token_that_expires_is_read_again(cluster) -> None:
 NO_RIGHT = 'pods is forbidden: User "launcher" cannot list resource "pods" in API group "" in the namespace "training"'
 
 
-def test_an_insufficient_role_is_reported_with_the_remedy(cluster) -> None:
+def test_an_insufficient_role_is_reported_with_the_remedy(cluster: Emulation) -> None:
     cluster.server.faults.append(
         lambda verb, plural: StatusError(403, NO_RIGHT) if (verb, plural) == ("list", "pods") else None
     )
@@ -434,13 +434,13 @@ def test_an_insufficient_role_is_reported_with_the_remedy(cluster) -> None:
 
 
 def test_a_persistent_name_conflict_fails_with_a_retryable_error_after_ten_tries(
-    cluster, monkeypatch: pytest.MonkeyPatch
+    cluster: Emulation, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("holdfast.launch.kubernetes.launcher.MAKING_PAUSE", 0.0)
     follower = launcher(cluster)
-    names = []
+    names: list[str] = []
 
-    def refused(resource, body):
+    def refused(resource: object, body: Object) -> None:
         names.append(body["metadata"]["name"])
         raise ConflictError("the object has been modified")
 
@@ -453,7 +453,7 @@ def test_a_persistent_name_conflict_fails_with_a_retryable_error_after_ten_tries
 
 @pytest.mark.parametrize("allowed", [True, False], ids=["allowed", "refused"])
 def test_a_node_that_fails_its_health_check_is_labelled_or_a_remedy_is_logged(
-    cluster, caplog: pytest.LogCaptureFixture, allowed: bool
+    cluster: Emulation, caplog: pytest.LogCaptureFixture, allowed: bool
 ) -> None:
     cluster.server.may_patch_nodes = allowed
     cluster.kubelet.program = each("raise SystemExit(210)", QUIET)
@@ -468,7 +468,9 @@ def test_a_node_that_fails_its_health_check_is_labelled_or_a_remedy_is_logged(
 
 
 @pytest.mark.parametrize(("code", "mark"), [(210, "nothing"), (201, "label")])
-def test_no_node_is_labelled_by_default_or_for_an_ending_that_is_no_failed_check(cluster, code: int, mark: str) -> None:
+def test_no_node_is_labelled_by_default_or_for_an_ending_that_is_no_failed_check(
+    cluster: Emulation, code: int, mark: str
+) -> None:
     cluster.server.may_patch_nodes = True
     cluster.kubelet.program = each(f"raise SystemExit({code})", QUIET)
     assert Running(launcher(cluster), job(health={"on_failure": mark})).end().code == code
@@ -478,8 +480,8 @@ def test_no_node_is_labelled_by_default_or_for_an_ending_that_is_no_failed_check
 
 def test_pods_avoid_excluded_and_labelled_nodes_and_prefer_nodes_that_are_not_leaving() -> None:
     def avoided(mark: str) -> list[dict[str, object]]:
-        exclusions = {"excluded_nodes": frozenset({"node-a"}), "leaving_nodes": frozenset({"node-b"})}
-        launch = replace(job(health={"on_failure": mark}), **exclusions)
+        plain = job(health={"on_failure": mark})
+        launch = replace(plain, excluded_nodes=frozenset({"node-a"}), leaving_nodes=frozenset({"node-b"}))
         pod = objects_for(launch)[-1]["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
         required = pod["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
         (preference,) = pod["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]

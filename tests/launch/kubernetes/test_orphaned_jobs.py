@@ -20,6 +20,7 @@ from holdfast.pipelines.backends.interface import CANCELED, RUNNING, SUCCEEDED, 
 from holdfast.pipelines.backends.record import Record
 from holdfast.spec import dump_spec
 from tests.cluster.api import PLURALS
+from tests.cluster.emulation import Emulation
 from tests.cluster.kubelet import NOT_RUN
 from tests.faults.nodes import PATIENCE
 from tests.launch.kubernetes.conftest import RUN, SERVE, Running, each, job, settings
@@ -37,7 +38,7 @@ def rights() -> dict[str, set[str]]:
 
 
 @pytest.fixture
-def abroad(cluster, monkeypatch: pytest.MonkeyPatch):
+def abroad(cluster: Emulation, monkeypatch: pytest.MonkeyPatch) -> Emulation:
     """A pipeline in another namespace than its jobs."""
     cluster.server.elsewhere[HOME] = {"pods": {"get"}, "workflows": {"get"}}
     cluster.start_workflow(pods=())
@@ -52,11 +53,11 @@ def abroad(cluster, monkeypatch: pytest.MonkeyPatch):
     return cluster
 
 
-def launcher(cluster, pod: str) -> KubernetesLauncher:
+def launcher(cluster: Emulation, pod: str) -> KubernetesLauncher:
     return KubernetesLauncher(settings(namespace="training"), cluster.api(), pod)
 
 
-def killed(cluster, pod: str = "launcher-1", phase: str = "Failed") -> None:
+def killed(cluster: Emulation, pod: str = "launcher-1", phase: str = "Failed") -> None:
     """The launcher in `pod` creates a job and dies silently. Its lease remains."""
     first = launcher(cluster, pod)
     lease = RunLease(cluster.api(), RUN, first._pod, [])
@@ -68,13 +69,13 @@ def killed(cluster, pod: str = "launcher-1", phase: str = "Failed") -> None:
     cluster.objects.change("pods", pod, lambda found: found["status"].update(phase=phase), namespace=HOME)
 
 
-def left(cluster) -> set[str]:
+def left(cluster: Emulation) -> set[str]:
     return {
         manifest["metadata"]["name"] for plural in PLURALS for manifest in cluster.objects.all(plural, "training")
     } - {"pipeline"}
 
 
-def as_exit_handler(cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def as_exit_handler(cluster: Emulation, folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """What the exit handler prints in its pod, with the permissions of its role."""
     cluster.server.allowed = rights()
     cluster.server.elsewhere[HOME] = rights()
@@ -90,7 +91,7 @@ def as_exit_handler(cluster, folder: Path, monkeypatch: pytest.MonkeyPatch) -> s
 
 
 def test_a_pipeline_that_was_ended_in_another_namespace_leaves_nothing(
-    abroad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    abroad: Emulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     killed(abroad)
     assert left(abroad) >= {FIRST, f"holdfast-{RUN}"}
@@ -100,14 +101,16 @@ def test_a_pipeline_that_was_ended_in_another_namespace_leaves_nothing(
         assert abroad.objects.changed.wait_for(lambda: not left(abroad), PATIENCE), left(abroad)
 
 
-def test_an_unreadable_launcher_counts_as_dead_when_its_lease_expires(abroad) -> None:
+def test_an_unreadable_launcher_counts_as_dead_when_its_lease_expires(abroad: Emulation) -> None:
     killed(abroad, phase="Running")
     assert end_orphaned_jobs(abroad.api(), RUN, "pytorchjob", duration=1.0, patience=PATIENCE) == [FIRST]
     with abroad.objects.changed:
         assert abroad.objects.changed.wait_for(lambda: not left(abroad), PATIENCE), left(abroad)
 
 
-def test_the_living_launcher_of_another_pipeline_keeps_its_job(abroad, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_living_launcher_of_another_pipeline_keeps_its_job(
+    abroad: Emulation, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = launcher(abroad, "launcher-2")
     with other.only_one(RUN):
         running = Running(other, job())
@@ -134,7 +137,7 @@ def test_the_living_launcher_of_another_pipeline_keeps_its_job(abroad, monkeypat
         running.end()
 
 
-def test_a_launcher_that_comes_meanwhile_waits_and_is_alone_then(abroad) -> None:
+def test_a_launcher_that_comes_meanwhile_waits_and_is_alone_then(abroad: Emulation) -> None:
     killed(abroad)
     notify = find_own_pod(abroad.api().within(HOME), "notify")
     inside = threading.Event()
@@ -151,21 +154,23 @@ def test_a_launcher_that_comes_meanwhile_waits_and_is_alone_then(abroad) -> None
     assert inside.is_set()
 
 
-def test_a_succeeded_job_is_kept_for_its_ttl(abroad) -> None:
+def test_a_succeeded_job_is_kept_for_its_ttl(abroad: Emulation) -> None:
     abroad.kubelet.program = each("print('done')", "pass")
     assert Running(launcher(abroad, "launcher-1"), job()).end().code == 0
     assert end_orphaned_jobs(abroad.api(), RUN, "pytorchjob") == []
     assert abroad.jobs() == [FIRST]
 
 
-def test_a_missing_permission_is_logged_and_not_raised(abroad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_permission_is_logged_and_not_raised(
+    abroad: Emulation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     killed(abroad)
     monkeypatch.setattr("tests.launch.kubernetes.test_orphaned_jobs.rights", lambda: {"pods": {"get"}})
     output = as_exit_handler(abroad, tmp_path, monkeypatch)
     assert "note: whether a job of the run is left: " in output and "cannot get" in output
 
 
-def test_cancelling_a_run_that_has_ended_ends_the_job_that_it_left(abroad) -> None:
+def test_cancelling_a_run_that_has_ended_ends_the_job_that_it_left(abroad: Emulation) -> None:
     spec = dump_spec(tiny_spec("cluster.namespace=training"))
     record = Record("argo", "story-1", RUN, "story", spec, 0.0)
     running = RunStatus("argo", "story-1", "story", RUNNING)

@@ -99,14 +99,15 @@ def test_fields_that_a_schema_preserves_may_be_anything_and_maps_are_held_by_the
 
 def test_argo_objects_are_held_as_strictly() -> None:
     template = {"name": "a", "container": {"image": "x"}, "retryStrategy": {"limit": 3}}
-    workflow = {
+    workflow: dict[str, Any] = {
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Workflow",
         "metadata": {"name": "w"},
         "spec": {"entrypoint": "a", "templates": [template]},
     }
     validate(workflow)
-    for wrong in ({"containr": {}}, {"retryStrategy": {"limt": 3}}, {"container": {}}, {"name": 3}):
+    wrongs: list[dict[str, Any]] = [{"containr": {}}, {"retryStrategy": {"limt": 3}}, {"container": {}}, {"name": 3}]
+    for wrong in wrongs:
         broken = copy.deepcopy(workflow)
         broken["spec"]["templates"][0] |= wrong
         with pytest.raises(jsonschema.ValidationError):

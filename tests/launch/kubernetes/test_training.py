@@ -1,11 +1,11 @@
 """A whole training on the emulated cluster: two nodes, torchrun, gloo, through the command that production runs."""
 
 import signal
+import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import psutil
 import pytest
 
 from holdfast.checkpoint import list_attempts
@@ -54,7 +54,7 @@ class World:
         self.run_id = run_id(self.spec, DATASET_ID)
         self.held = held_at(STEPS, self.spec, self.store, folder / "home")
 
-    def launch(self, pod: str = "") -> tuple[psutil.Popen, Output, threading.Thread]:
+    def launch(self, pod: str = "") -> tuple[subprocess.Popen[str], Output, threading.Thread]:
         """Start the train step in the pipeline's pod `pod`; its ranks compute as far as `held` permits."""
         environment = {
             "HOLDFAST_LAUNCHER": "kubernetes",
@@ -79,12 +79,12 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.mark.slow
 def test_a_launcher_killed_at_any_stage_or_evicted_is_replaced_by_one_that_adopts_its_job(
-    world: World, undisturbed
+    world: World, undisturbed: dict[str, object]
 ) -> None:
     cluster = world.cluster
     cluster.start_workflow()
 
-    def launch_and_kill(when: Callable[[psutil.Popen, Output], object], number: int) -> str:
+    def launch_and_kill(when: Callable[[subprocess.Popen[str], Output], object], number: int) -> str:
         process, output, reader = world.launch("launcher-1")  # always the same pod's container
         when(process, output)
         process.send_signal(number)
@@ -102,11 +102,11 @@ def test_a_launcher_killed_at_any_stage_or_evicted_is_replaced_by_one_that_adopt
 
     def unanswered(
         verb: str, plural: str, then: Callable[..., object] = lambda *_: None
-    ) -> Callable[[psutil.Popen, Output], None]:
+    ) -> Callable[[subprocess.Popen[str], Output], None]:
         """The launcher sends that request, gets no answer while it lives, and so cannot continue; `then` becomes
         true."""
 
-        def wait(process: psutil.Popen, output: Output) -> None:
+        def wait(process: subprocess.Popen[str], output: Output) -> None:
             requested = threading.Event()
 
             def hold(*request: str) -> StatusError | None:

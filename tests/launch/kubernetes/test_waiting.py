@@ -4,12 +4,16 @@ Also a queue that takes a job back and admits it again."""
 import logging
 import threading
 import time
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from holdfast.launch.kubernetes import KubernetesLauncher, follow, watch
 from holdfast.spec import ExitCode
+from tests.cluster.emulation import Emulation
 from tests.cluster.objects import StatusError
 from tests.faults.nodes import PATIENCE
 from tests.launch.kubernetes.conftest import RUN, SERVE, Running, each, in_vain, job, python, settings
@@ -24,7 +28,7 @@ def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "QUIET_SECONDS", 0.5)
 
 
-def launcher(cluster) -> KubernetesLauncher:
+def launcher(cluster: Emulation) -> KubernetesLauncher:
     return KubernetesLauncher(settings(), cluster.api())
 
 
@@ -50,7 +54,13 @@ def wait_for_words(caplog: pytest.LogCaptureFixture, words: str) -> None:
     ids=["quota", "account", "pod security"],
 )  # fmt: skip
 def test_a_refusal_of_pods_is_logged_immediately_and_ends_the_job_after_the_timeout(
-    cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, refuse, more, words: str, code: ExitCode
+    cluster: Emulation,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    refuse: Callable[[Emulation], None],
+    more: dict[str, Any],
+    words: str,
+    code: ExitCode,
 ) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
     in_vain(monkeypatch, lambda: "of 2 pods" in caplog.text and words in caplog.text)
@@ -63,21 +73,21 @@ def test_a_refusal_of_pods_is_logged_immediately_and_ends_the_job_after_the_time
     assert cluster.jobs() == []
 
 
-def test_a_job_without_a_running_operator_times_out_too(cluster) -> None:
-    cluster.operator.reconcile = lambda: None
+def test_a_job_without_a_running_operator_times_out_too(cluster: Emulation) -> None:
+    cluster.operator.reconcile = lambda: None  # type: ignore[method-assign]
     ending = Running(launcher(cluster), job(pending_timeout_minutes=SOON)).end()
     assert ending.code == ExitCode.UNSCHEDULABLE
     assert "0 of 2 pods" in ending.detail and "does the controller of its kind run?" in ending.detail
 
 
 def test_a_full_volcano_queue_is_reported_with_the_message_of_volcano(
-    cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cluster: Emulation, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Volcano emits an event of type Normal about the PodGroup (volcano-sh/volcano: pkg/scheduler/plugins/capacity)."""
     caplog.set_level(logging.WARNING, "holdfast.launch")
     message = "queue resource quota insufficient: insufficient cpu"
     in_vain(monkeypatch, lambda: message in caplog.text)
-    overrides = {"job": "volcano", "scheduler": "volcano"}
+    overrides: dict[str, Any] = {"job": "volcano", "scheduler": "volcano"}
     running = Running(KubernetesLauncher(settings(**overrides), cluster.api()), job(**overrides))
     until(cluster, lambda: cluster.objects.all("jobs"))
     (volcano_job,) = cluster.objects.all("jobs")
@@ -89,7 +99,9 @@ def test_a_full_volcano_queue_is_reported_with_the_message_of_volcano(
     assert f"0 of 2 pods of job {FIRST} have started: Unschedulable: {message}" in ending.detail
 
 
-def test_a_rendezvous_timeout_names_what_blocks_the_missing_pods(cluster, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_rendezvous_timeout_names_what_blocks_the_missing_pods(
+    cluster: Emulation, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.WARNING, "holdfast.launch")
     cluster.set_quota({"pods": "1"})
     marker = cluster.token.parent / "reported"
@@ -103,21 +115,21 @@ def test_a_rendezvous_timeout_names_what_blocks_the_missing_pods(cluster, caplog
     assert "1 of 2 pods" in ending.detail and "exceeded quota: small" in ending.detail
 
 
-def suspend(cluster, word: bool) -> None:
+def suspend(cluster: Emulation, word: bool) -> None:
     cluster.objects.change("pytorchjobs", FIRST, lambda found: found["spec"]["runPolicy"].update(suspend=word))
 
 
-def until(cluster, check) -> None:
+def until(cluster: Emulation, check: Callable[[], object]) -> None:
     with cluster.objects.changed:
         assert cluster.objects.changed.wait_for(check, PATIENCE)
 
 
-def pods(cluster) -> set[str]:
+def pods(cluster: Emulation) -> set[str]:
     return {pod["metadata"]["uid"] for pod in cluster.objects.all("pods")}
 
 
 def test_a_queued_job_waits_without_a_timeout_and_logs_it_once(
-    cluster, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cluster: Emulation, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     offset = [0.0]
     monkeypatch.setattr(follow, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + offset[0]))
@@ -135,7 +147,7 @@ def test_a_queued_job_waits_without_a_timeout_and_logs_it_once(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["later", "before anybody looks", "before anybody sees the pods go"])
-def test_a_job_that_its_queue_suspends_resumes_as_the_same_job(cluster, tmp_path, when: str) -> None:
+def test_a_job_that_its_queue_suspends_resumes_as_the_same_job(cluster: Emulation, tmp_path: Path, when: str) -> None:
     marker = tmp_path / "reported"
     cluster.kubelet.program = each(SERVE, SERVE)
     running = Running(launcher(cluster), job(scheduler="kueue", queue="q"))
@@ -181,7 +193,7 @@ def look(running: Running, seconds: float = 2.0) -> None:
     assert running.ending is None and running.error is None
 
 
-def test_a_rank_that_dies_after_a_job_is_readmitted_is_reported_normally(cluster) -> None:
+def test_a_rank_that_dies_after_a_job_is_readmitted_is_reported_normally(cluster: Emulation) -> None:
     cluster.kubelet.program = each(SERVE, SERVE)
     running = Running(launcher(cluster), job(scheduler="kueue", queue="q"))
     until(cluster, cluster.jobs)

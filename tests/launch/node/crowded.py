@@ -25,7 +25,7 @@ def count_looks(folder: Path) -> None:
             looks.write(b".")
         return waiting
 
-    DynamicRendezvousHandler.num_nodes_waiting = counted  # type: ignore[method-assign]
+    DynamicRendezvousHandler.num_nodes_waiting = counted  # type: ignore[method-assign, assignment]
 
 
 def main() -> int:

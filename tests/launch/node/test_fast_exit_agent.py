@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -99,7 +99,7 @@ def test_a_wait_ends_with_a_process_that_was_forked_warm() -> None:
         server.close()
 
 
-def test_where_the_kernel_has_no_descriptors_of_processes_it_waits_and_looks(monkeypatch) -> None:
+def test_where_the_kernel_has_no_descriptors_of_processes_it_waits_and_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(pid: int) -> int:
         raise OSError(errno.ENOSYS, "not here")
 
@@ -115,7 +115,7 @@ def test_where_the_kernel_has_no_descriptors_of_processes_it_waits_and_looks(mon
 
 
 def test_survivors_that_do_not_leave_are_killed_soon_and_one_that_saves_later(
-    tmp_path: Path, monkeypatch, caplog
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("WARNING")
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
@@ -137,10 +137,15 @@ def test_survivors_that_do_not_leave_are_killed_soon_and_one_that_saves_later(
         assert ending.code == ExitCode.LOST_PEER, "it is not the cause"
 
 
-def test_stacks_of_all_stuck_ranks_are_requested_together(tmp_path: Path, monkeypatch) -> None:
+def test_stacks_of_all_stuck_ranks_are_requested_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
     requests: list[set[int]] = []
-    monkeypatch.setattr(fast_exit_agent, "stacks_of", lambda _, who, **__: requests.append(set(who)) or {})
+
+    def requested(_: Path, who: Mapping[int, object], **__: float) -> dict[int, bytes]:
+        requests.append(set(who))
+        return {}
+
+    monkeypatch.setattr(fast_exit_agent, "stacks_of", requested)
     with deaf(4) as (dead, *stuck):
         dead.kill()
         dead.wait()

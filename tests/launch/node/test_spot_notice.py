@@ -62,7 +62,7 @@ def test_a_notice_is_a_sigterm_and_an_event_of_the_launch(
     metadata: Metadata, noticed: threading.Event, store: Store
 ) -> None:
     metadata.rebalance = True
-    with NodeEvents(Place(store.url, "run", 3)) as events, SpotNoticeWatch(events) as watch:
+    with NodeEvents(Place(store.url, "run", 3)) as node_events, SpotNoticeWatch(node_events) as watch:
         wait(lambda: len(metadata.requests) > 5)
         assert not noticed.is_set(), "what is only likely ends nothing"
         metadata.action = {"action": "stop", "time": TIME}

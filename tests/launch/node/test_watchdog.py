@@ -205,9 +205,12 @@ def test_a_machine_that_slept_for_an_hour_has_hung_ranks_for_no_longer_than_two_
     assert max(looks) <= 0.02
 
     passes: list[float] = []
-    watchdog._consensus = SimpleNamespace(
-        exchange=lambda known, passed: passes.append(passed) or known, verdict=lambda: None
-    )  # type: ignore[assignment, func-returns-value]
+
+    def exchange(known: list[Watched], passed: float) -> list[Watched]:
+        passes.append(passed)
+        return known
+
+    watchdog._consensus = SimpleNamespace(exchange=exchange, verdict=lambda: None)  # type: ignore[assignment]
     watchdog._consensus_of = {}
     assert watchdog._agreed([], {}, 1e6) is None
     assert passes == [2 * watchdog_module.ASK_SECONDS]
