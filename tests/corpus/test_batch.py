@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from holdfast.corpus import prepare, units
 from holdfast.corpus.batch import batch_of
@@ -123,7 +124,7 @@ def test_conversations_are_found_in_the_samples_that_they_were_packed_into(
     assert answered > 20
 
 
-def load_tokenizer_of(store: Store, spec: Spec, dataset_id: str):
+def load_tokenizer_of(store: Store, spec: Spec, dataset_id: str) -> Tokenizer:
     from holdfast.runtime.environment import cache_dir
 
     return load_tokenizer(Dataset.open(store, dataset_id, cache_dir()).tokenizer_json())

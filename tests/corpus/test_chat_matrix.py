@@ -87,7 +87,7 @@ CONVERSATIONS: list[dict[str, Any]] = [
         for one, other in itertools.pairwise(ANSWERS)
     ),
 ]  # fmt: skip
-TOOL_CONVERSATIONS = [
+TOOL_CONVERSATIONS: list[dict[str, Any]] = [
     tool_talk(),
     tool_talk(tools=[TOOL]),
     tool_talk(tools=[]),
@@ -183,6 +183,7 @@ def test_a_token_counts_if_and_only_if_one_of_its_characters_is_the_assistants(s
         at = 0
         for number, token in enumerate(ours.tolist()):
             piece = tokenizer.id_to_token(token & ID)
+            assert piece is not None
             raw = piece.encode() if piece in added else bytes(letters[letter] for letter in piece)
             begin, end = at, at + len(raw)
             assert text.encode()[begin:end] == raw
@@ -249,7 +250,8 @@ def test_invalid_template_arguments_are_refused(more: dict[str, Any], message: s
 
 
 def test_pairs_keep_the_order_of_tools_too() -> None:
-    record = {"prompt": [USER], "chosen": [{"role": "assistant", "content": "Yes"}],
+    record: dict[str, Any] = {
+              "prompt": [USER], "chosen": [{"role": "assistant", "content": "Yes"}],
               "rejected": [{"role": "assistant", "content": "No"}], "tools": [TOOL]}  # fmt: skip
     raw = np.frombuffer(ChatEncoder(tokenizer_json("none"), template(NAMED), 0).encode(pair_text(record) or ""), "<u4")
     chosen = np.split(raw, np.flatnonzero(raw & ENDS)[:-1] + 1)[0]

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from holdfast.corpus.cleaning import clean
 from holdfast.corpus.record_types import Flaw
 from holdfast.spec import Spec
 from holdfast.spec.data import Cleaning
+from holdfast.store import Store
 from tests.corpus.conftest import MakeSpec
 from tests.corpus.test_chat import make_chat, question
 
@@ -76,7 +78,7 @@ def test_tools_their_calls_and_their_answers_stay_as_they_are() -> None:
         ({"max_characters": 4}, "too_long"),
     ],
 )
-def test_the_characters_are_those_that_people_wrote(rules: dict[str, int], reason: str | None) -> None:
+def test_the_characters_are_those_that_people_wrote(rules: dict[str, Any], reason: str | None) -> None:
     record = {
         **talk(f"{DECOMPOSED}bcd", tool_calls=[CALL]),
         "tools": TOOLS,
@@ -95,7 +97,7 @@ def test_repetition_is_that_of_the_lines_of_the_texts() -> None:
 
 
 def test_a_bad_conversation_is_named_by_its_line(
-    make_chat: Callable[..., Spec], store, caplog: pytest.LogCaptureFixture
+    make_chat: Callable[..., Spec], store: Store, caplog: pytest.LogCaptureFixture
 ) -> None:
     records = [question(number, 3) for number in range(20)]
     records[7:7] = [{"messages": [{"role": "user", "content": "no answer comes"}]}]
@@ -108,7 +110,7 @@ def test_a_bad_conversation_is_named_by_its_line(
 
 
 def test_conversations_have_other_ids_than_when_their_json_was_normalised_and_texts_have_not(
-    make_chat: Callable[..., Spec], make_spec: MakeSpec, tmp_path, monkeypatch: pytest.MonkeyPatch
+    make_chat: Callable[..., Spec], make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from holdfast.corpus import identity
 

@@ -22,7 +22,7 @@ from holdfast.dataset.manifest import load_manifest
 from holdfast.spec.data import Data
 from holdfast.spec.errors import DataError, HoldfastError, MissingError
 from holdfast.spec.operations import Evaluation, Task
-from holdfast.store import layout, open_store
+from holdfast.store import Store, layout, open_store
 from tests.corpus.conftest import MakeSpec, prose, write_jsonl
 
 TEXTS = [f"Document number {number} has a text that differs. é 你好" for number in range(120)]
@@ -101,7 +101,9 @@ def spoiled(raw: bytes, at: int) -> bytes:
     return raw[:at] + bytes(byte ^ 0xA5 for byte in raw[at : at + 64]) + raw[at + 64 :]
 
 
-def test_a_parquet_file_with_a_damaged_page_is_counted_or_refused(store, make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_a_parquet_file_with_a_damaged_page_is_counted_or_refused(
+    store: Store, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     path = tmp_path / "bad.parquet"
     path.write_bytes(spoiled(parquet(path), len(parquet(path)) // 3))
     good = write_jsonl(tmp_path / "good.jsonl", [prose(number) for number in range(40)])
@@ -114,7 +116,7 @@ def test_a_parquet_file_with_a_damaged_page_is_counted_or_refused(store, make_sp
 
 
 def test_only_the_damaged_row_group_of_a_parquet_file_is_dropped(
-    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", 0)
     texts: list[str | None] = [*TEXTS]
@@ -130,7 +132,7 @@ def test_only_the_damaged_row_group_of_a_parquet_file_is_dropped(
 
 
 def test_a_parquet_file_with_a_damaged_footer_is_counted_when_it_is_planned(
-    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", 0)
     path = tmp_path / "bad.parquet"
@@ -151,7 +153,7 @@ def frame(window_log: int) -> bytes:
 
 
 def test_a_zstd_file_with_a_long_window_is_read_or_the_window_is_reported(
-    store, make_spec: MakeSpec, tmp_path: Path
+    store: Store, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.jsonl.zst"
     skippable = b"\x50\x2a\x4d\x18\x04\x00\x00\x00info"
@@ -175,7 +177,7 @@ def test_a_zstd_file_with_a_long_window_is_read_or_the_window_is_reported(
     ],
 )
 def test_data_that_are_no_text_are_not_trained_on(
-    store, make_spec: MakeSpec, tmp_path: Path, name: str, remedy: str
+    store: Store, make_spec: MakeSpec, tmp_path: Path, name: str, remedy: str
 ) -> None:
     good = write_jsonl(tmp_path / "good.jsonl", [prose(number) for number in range(40)])
     (tmp_path / name).write_bytes(LINES)
@@ -187,7 +189,7 @@ def test_data_that_are_no_text_are_not_trained_on(
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.parquet", "a.jsonl.gz"])
-def test_a_pointer_of_git_lfs_is_not_the_file(store, make_spec: MakeSpec, tmp_path: Path, name: str) -> None:
+def test_a_pointer_of_git_lfs_is_not_the_file(store: Store, make_spec: MakeSpec, tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(LFS)
     good = write_jsonl(tmp_path / "good.jsonl", [prose(number) for number in range(40)])
     with pytest.raises(DataError, match=rf"{name}.*: is a pointer of Git LFS and not the file; run `git lfs pull`"):
@@ -195,13 +197,15 @@ def test_a_pointer_of_git_lfs_is_not_the_file(store, make_spec: MakeSpec, tmp_pa
     assert run(make_spec(good, tmp_path / name, **SKIP), store).dropped["not_text"] >= 1
 
 
-def test_a_file_with_nul_bytes_is_no_text(store, make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_a_file_with_nul_bytes_is_no_text(store: Store, make_spec: MakeSpec, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("wide".encode("utf-16-le"))
     with pytest.raises(DataError, match=r"a\.txt: has a NUL byte at offset 1: it is UTF-16 or no text"):
         run(make_spec(tmp_path / "a.txt"), store)
 
 
-def test_columns_of_words_are_read_and_two_of_one_name_refused(store, make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_columns_of_words_are_read_and_two_of_one_name_refused(
+    store: Store, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": pa.array(TEXTS).dictionary_encode()}), path)
     assert sum(run(make_spec(path), store).documents.values()) == 120
@@ -210,7 +214,7 @@ def test_columns_of_words_are_read_and_two_of_one_name_refused(store, make_spec:
         run(make_spec(path), store)
 
 
-def test_an_overlong_line_is_dropped_as_too_long(store, make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_an_overlong_line_is_dropped_as_too_long(store: Store, make_spec: MakeSpec, tmp_path: Path) -> None:
     other_keys = json.dumps({"text": "short", "more": "x" * 2**21})
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([json.dumps({"text": prose(number)}) for number in range(9)] + [other_keys]))
@@ -222,7 +226,7 @@ def test_an_overlong_line_is_dropped_as_too_long(store, make_spec: MakeSpec, tmp
 
 @pytest.mark.parametrize("unit_bytes", [units.UNIT_BYTES, 500])
 def test_every_reason_has_an_example_with_its_line(
-    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int
+    store: Store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int
 ) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
     lines = [json.dumps({"text": prose(number)}) for number in range(40)]
@@ -255,7 +259,7 @@ def test_every_reason_has_an_example_with_its_line(
 
 
 def test_a_task_that_could_not_be_scored_is_known_before_the_data_are_made(
-    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     corpus = write_jsonl(tmp_path / "a.jsonl", [prose(number) for number in range(40)])
     spec = make_spec(corpus).model_copy(update={"evaluation": Evaluation(tasks=(Task(uri=f"{tmp_path}/task.yaml"),))})

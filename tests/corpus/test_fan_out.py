@@ -114,6 +114,7 @@ def test_the_join_rebuilds_missing_and_damaged_units(
     units = [key for key in tree(store, "datasets/_units/") if key.endswith("/000000")]
     for key, at in zip(units[:2], (-1, 900), strict=True):  # in the tokens, and in the index
         path = store.local_path(key)
+        assert path is not None
         raw = bytearray(path.read_bytes())
         raw[at] ^= 0xFF
         path.write_bytes(raw)
@@ -138,6 +139,7 @@ def test_a_division_of_other_settings_a_damaged_one_and_one_that_is_gone_are_ref
     with pytest.raises(MissingError, match="run divide again"):
         tokenise(spec, store, "0" * 32, "0/2")
     pieces = store.local_path(f"datasets/_units/division-{division}/pieces-000000.json")
+    assert pieces is not None
     pieces.write_bytes(pieces.read_bytes().replace(b"000.txt", b"001.txt", 1))
     with pytest.raises(DataError, match="is not what was written; run divide again"):
         tokenise(spec, store, division, "0/2")

@@ -31,7 +31,7 @@ from holdfast.corpus.tokenizer import prepare
 from holdfast.dataset.vocabulary import ID
 from holdfast.spec.data import Data
 from holdfast.spec.errors import DataError
-from holdfast.store import open_store
+from holdfast.store import Store, open_store
 from tests.corpus.conftest import MakeSpec, prose, write_jsonl
 from tests.corpus.test_chat_matrix import CHATML, SPECIAL, tokenizer_json
 from tests.corpus.test_tables import read
@@ -52,7 +52,7 @@ LINES = b"".join(json.dumps({"text": prose(number)}).encode() + b"\n" for number
     ],
 )
 def test_whatever_a_bad_record_holds_it_is_only_counted(
-    store, make_spec: MakeSpec, tmp_path: Path, name: str, content: bytes, reason: str
+    store: Store, make_spec: MakeSpec, tmp_path: Path, name: str, content: bytes, reason: str
 ) -> None:
     good = write_jsonl(tmp_path / "good.jsonl", [prose(number) for number in range(40)])
     (tmp_path / name).write_bytes(content)

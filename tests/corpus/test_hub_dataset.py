@@ -10,6 +10,7 @@ import pytest
 from holdfast.corpus import identify, prepare
 from holdfast.corpus.sources import resolve
 from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 from tests.model.test_hub import COMMIT, Hub, serving
 
@@ -30,7 +31,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         yield server
 
 
-def test_a_dataset_of_the_hub_has_the_bytes_of_its_files(hub: Hub, store, make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_a_dataset_of_the_hub_has_the_bytes_of_its_files(
+    hub: Hub, store: Store, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     spec = make_spec(URI)
     dataset_id = identify(spec)
     assert not any("resolve" in request for request in hub.requests)
@@ -48,7 +51,7 @@ def test_a_dataset_of_the_hub_has_the_bytes_of_its_files(hub: Hub, store, make_s
     assert list(shards[0].values()) == list(shards[1].values())
 
 
-def test_files_are_of_the_commit_that_the_revision_named(hub: Hub, make_spec: MakeSpec, store) -> None:
+def test_files_are_of_the_commit_that_the_revision_named(hub: Hub, make_spec: MakeSpec, store: Store) -> None:
     spec = make_spec(f"{URI}@main")
     (resolved,) = resolve(spec.data)
     assert {file.stamp for file in resolved.files} == {COMMIT}

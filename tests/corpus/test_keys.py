@@ -2,6 +2,7 @@
 
 import unicodedata
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from holdfast.corpus.tokenizer import trained_key
 from holdfast.corpus.units import Job, Piece
 from holdfast.dataset import Dataset
 from holdfast.spec.data import Cleaning, Data, Decontamination, NearDuplicates, Source, Tokenizer
+from holdfast.store import Store
 from tests.corpus.conftest import MakeSpec, prose, write_jsonl
 from tests.spec.test_identity import other_value
 
@@ -99,7 +101,7 @@ def test_the_settings_of_a_dataset_follow_every_field_of_its_data_that_decides_b
 
 @pytest.mark.parametrize(("form", "kept"), [("NFC", 1), ("NFKC", 1), ("none", 2)])
 def test_two_spellings_of_one_text_are_one_document_in_one_split(
-    store, make_spec: MakeSpec, tmp_path, form: str, kept: int
+    store: Store, make_spec: MakeSpec, tmp_path: Path, form: str, kept: int
 ) -> None:
     """Duplicates and splits follow the normalized text. Otherwise one text could be in training and in validation."""
     texts = [f"caf\u00e9 {prose(number, 5)}" for number in range(12)]

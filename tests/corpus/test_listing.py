@@ -14,6 +14,7 @@ from holdfast.corpus import identify
 from holdfast.corpus.listing import list_files
 from holdfast.dataset.manifest import load_manifest
 from holdfast.spec.errors import AccessDeniedError, DataError, MissingError
+from holdfast.store import Store
 from tests.corpus.conftest import MakeSpec, prose
 
 
@@ -69,7 +70,7 @@ def test_an_absolute_path_means_the_same_files(folder: Path) -> None:
 
 
 def test_entries_that_are_no_files_are_counted_and_listed_in_log_and_dataset(
-    store, make_spec: MakeSpec, folder: Path, caplog: pytest.LogCaptureFixture
+    store: Store, make_spec: MakeSpec, folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (folder / "gone.txt").symlink_to("/nowhere.txt")
     (folder / "self.txt").symlink_to("self.txt")

@@ -11,7 +11,9 @@ from holdfast.corpus import prepare, units
 from holdfast.corpus.files import SourceFile, digest_of, local_stamp
 from holdfast.corpus.megatron import HEADER, MAGIC, document_count, megatron_documents
 from holdfast.dataset import Dataset
+from holdfast.spec import Spec
 from holdfast.spec.errors import DataError, MissingError
+from holdfast.store import Store
 from tests.corpus.conftest import MakeSpec, prose
 from tests.corpus.test_chat import tokenizer_json
 
@@ -50,10 +52,11 @@ def encoded(tmp_path: Path) -> list[list[int]]:
     (tmp_path / "tokenizer.json").write_text(tokenizer_json())
     tokenizer = Tokenizer.from_str(tokenizer_json())
     end = tokenizer.token_to_id(END)
+    assert end is not None
     return [[*tokenizer.encode(text, add_special_tokens=False).ids, end] for text in TEXTS]
 
 
-def spec_of(make_spec: MakeSpec, uri: Path | str, folder: Path, **data: object):  # type: ignore[no-untyped-def]
+def spec_of(make_spec: MakeSpec, uri: Path | str, folder: Path, **data: object) -> Spec:
     tokenizer = {"kind": "file", "path": str(folder / "tokenizer.json"), "end_of_text": END}
     source = {"uri": str(uri), "format": "megatron"} if not str(uri).endswith(".txt") else {"uri": str(uri)}
     return make_spec(source, tokenizer=tokenizer, **data)
@@ -82,7 +85,12 @@ def test_the_files_of_megatron_core_are_those_of_its_reader(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("unit_bytes", [units.UNIT_BYTES, 1000])
 def test_its_tokens_are_the_dataset_of_the_texts(
-    encoded, store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unit_bytes: int
+    encoded: list[list[int]],
+    store: Store,
+    make_spec: MakeSpec,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    unit_bytes: int,
 ) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
     prefix = written(tmp_path / "corpus_text_document", encoded)
@@ -99,7 +107,9 @@ def test_its_tokens_are_the_dataset_of_the_texts(
         assert [shard.digest for shard in shards[0]] == [shard.digest for shard in shards[1]]
 
 
-def test_tokens_of_another_tokenizer_are_refused(encoded, store, make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_tokens_of_another_tokenizer_are_refused(
+    encoded: list[list[int]], store: Store, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     encoded[3][5] = 600
     prefix = written(tmp_path / "a", encoded, "<i4")
     with pytest.raises(DataError, match=r"a\.bin: has token 600, and data.tokenizer.path has 259 tokens"):
@@ -111,7 +121,9 @@ def test_tokens_of_another_tokenizer_are_refused(encoded, store, make_spec: Make
         prepare(spec_of(make_spec, tmp_path / "b", tmp_path), store)
 
 
-def test_filters_see_the_text_and_an_end_inside_is_named(encoded, store, make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_filters_see_the_text_and_an_end_inside_is_named(
+    encoded: list[list[int]], store: Store, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     encoded[0] = encoded[0][:3]
     encoded[1][4] = encoded[1][-1]
     prefix = written(tmp_path / "a", encoded)
@@ -121,7 +133,9 @@ def test_filters_see_the_text_and_an_end_inside_is_named(encoded, store, make_sp
     assert prepared.examples["end_in_text"].place.endswith("a.bin: document 2")
 
 
-def test_an_index_that_lies_is_refused_before_memory_is_taken(encoded, store, make_spec, tmp_path: Path) -> None:
+def test_an_index_that_lies_is_refused_before_memory_is_taken(
+    encoded: list[list[int]], store: Store, make_spec: MakeSpec, tmp_path: Path
+) -> None:
     prefix = written(tmp_path / "a", encoded)
     raw = (tmp_path / "a.idx").read_bytes()
     for at in range(9, 180, 4):  # the header, and the lengths of the first sequences

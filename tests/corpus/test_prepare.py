@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from holdfast.corpus.encode import load_tokenizer
 from holdfast.dataset import Dataset
 from holdfast.dataset.dataset import damaged_shards
 from holdfast.dataset.manifest import load_manifest
-from holdfast.spec import dump_spec
+from holdfast.spec import Spec, dump_spec
 from holdfast.spec.errors import DataError
 from holdfast.store import Store, layout, open_store
 from tests import warm
@@ -124,7 +125,9 @@ def test_settings_without_effect_on_the_bytes_keep_the_dataset_id(
         {"cleaning": {"deduplicate": False}},
     ],
 )
-def test_settings_with_effect_on_the_bytes_change_the_dataset_id(corpus: Path, make_spec: MakeSpec, change) -> None:
+def test_settings_with_effect_on_the_bytes_change_the_dataset_id(
+    corpus: Path, make_spec: MakeSpec, change: dict[str, Any]
+) -> None:
     assert identify(make_spec(corpus, **change)) != identify(make_spec(corpus))
 
 
@@ -158,7 +161,7 @@ def test_only_what_changed_is_tokenised_again(
 def test_splits_follow_the_document_and_never_the_corpus(
     store: Store, corpus: Path, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
-    def held(spec):
+    def held(spec: Spec) -> set[str]:
         dataset = Dataset.open(store, run(spec, store).dataset_id, tmp_path)
         tokenizer = load_tokenizer(dataset.tokenizer_json())
         return {tokenizer.decode(tokens.tolist()) for tokens in dataset.validation_documents()}
@@ -197,7 +200,9 @@ def test_damaged_shards_and_manifests_are_reported_and_rebuilt(
     spec = make_spec(corpus, shard_tokens=5000)
     prepared = run(spec, store)
     whole = tree(store, f"datasets/{prepared.dataset_id}/")
-    shards = [store.local_path(key) for key in whole if key.endswith(".tokens")]
+    shards = [path for key in whole if key.endswith(".tokens") and (path := store.local_path(key))]
+    manifest = store.local_path(layout.dataset(prepared.dataset_id))
+    assert manifest is not None
     for number, damage in enumerate(("truncate", "remove", "manifest")):
         caplog.clear()
         if damage == "truncate":
@@ -205,7 +210,7 @@ def test_damaged_shards_and_manifests_are_reported_and_rebuilt(
         elif damage == "remove":
             shards[1].unlink()
         else:
-            store.local_path(layout.dataset(prepared.dataset_id)).write_text("{}")
+            manifest.write_text("{}")
         assert run(spec, store).created, number
         assert "again" in caplog.text
         assert tree(store, f"datasets/{prepared.dataset_id}/") == whole

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +36,9 @@ training: {global_batch: 8, micro_batch: 4, grpo: {rewards: [exact], answer_toke
 
 
 def test_prompts_come_back_with_their_tokens_and_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    records = [{"prompt": f"{number}+1=", "answer": str(number + 1), "level": {"x": [number]}} for number in range(40)]
+    records: list[dict[str, Any]] = [
+        {"prompt": f"{number}+1=", "answer": str(number + 1), "level": {"x": [number]}} for number in range(40)
+    ]
     records.append({"messages": [{"role": "user", "content": "häh?"}], "tests": "assert 1"})
     lines = [json.dumps(record) for record in [*records, records[0]]]
     (tmp_path / "a.jsonl").write_text("\n".join(lines), encoding="utf-8")

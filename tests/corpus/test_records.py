@@ -2,7 +2,9 @@
 
 import gzip
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,6 +14,7 @@ import zstandard
 from holdfast.components.preprocess import run
 from holdfast.corpus import units
 from holdfast.spec.errors import DataError
+from holdfast.store import Store
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 
 TEXTS = [prose(number) for number in range(50)]
@@ -36,7 +39,7 @@ def written(folder: Path, kind: str) -> Path:
 @pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "parquet"])
 @pytest.mark.parametrize("unit_bytes", [units.UNIT_BYTES, 700])
 def test_every_format_gives_the_same_tokens(
-    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, unit_bytes: int
+    store: Store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, unit_bytes: int
 ) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", unit_bytes)
     monkeypatch.setattr(units, "SPLIT_PARQUET_BYTES", unit_bytes)
@@ -48,10 +51,11 @@ def test_every_format_gives_the_same_tokens(
 
 
 @pytest.mark.parametrize("kind", ["txt", "txt.gz", "txt.zst"])
-def test_a_text_file_is_one_document(store, make_spec: MakeSpec, tmp_path: Path, kind: str) -> None:
+def test_a_text_file_is_one_document(store: Store, make_spec: MakeSpec, tmp_path: Path, kind: str) -> None:
     raw = "\n\n".join(TEXTS).encode()
-    compress = {"txt": bytes, "txt.gz": gzip.compress, "txt.zst": zstandard.ZstdCompressor().compress}[kind]
-    (tmp_path / f"a.{kind}").write_bytes(compress(raw))
+    zstd = zstandard.ZstdCompressor().compress
+    compress: dict[str, Callable[[bytes], bytes]] = {"txt": bytes, "txt.gz": gzip.compress, "txt.zst": zstd}
+    (tmp_path / f"a.{kind}").write_bytes(compress[kind](raw))
     prepared = run(make_spec(tmp_path / f"a.{kind}", validation_fraction=0), store)
     assert prepared.documents == {"train": 1, "validation": 0}
     assert prepared.text_bytes["train"] == len(raw)
@@ -76,7 +80,7 @@ def test_a_text_file_is_one_document(store, make_spec: MakeSpec, tmp_path: Path,
     ],
 )
 def test_a_bad_record_stops_or_is_counted(
-    store,
+    store: Store,
     make_spec: MakeSpec,
     tmp_path: Path,
     name: str,
@@ -96,7 +100,7 @@ def test_a_bad_record_stops_or_is_counted(
 
 
 def test_a_bad_line_far_into_a_large_file_has_the_right_number(
-    store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    store: Store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", 500)
     lines = [json.dumps({"text": text}) for text in TEXTS]
@@ -107,7 +111,7 @@ def test_a_bad_line_far_into_a_large_file_has_the_right_number(
 
 
 def test_a_missing_column_and_a_column_of_numbers_are_refused_by_name(
-    store, make_spec: MakeSpec, tmp_path: Path
+    store: Store, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
     pq.write_table(pa.table({"id": [1], "body": ["x"]}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"has no column 'text'; set `text_field` to one of: id, body"):
@@ -118,7 +122,7 @@ def test_a_missing_column_and_a_column_of_numbers_are_refused_by_name(
 
 
 @pytest.mark.slow
-def test_bombs_are_dropped_in_bounded_memory(store, make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_bombs_are_dropped_in_bounded_memory(store: Store, make_spec: MakeSpec, tmp_path: Path) -> None:
     huge = 300 * 2**20
     (tmp_path / "bomb.txt.gz").write_bytes(gzip.compress(bytes(huge), 1))
     (tmp_path / "bomb.jsonl.zst").write_bytes(
@@ -138,7 +142,9 @@ def test_bombs_are_dropped_in_bounded_memory(store, make_spec: MakeSpec, tmp_pat
     assert peak < 80 * 2**20
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(store, make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    store: Store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
 
     def touch(phase: str, done: int, total: int) -> None:
@@ -148,13 +154,10 @@ def test_a_file_that_changes_while_it_is_read_is_refused(store, make_spec: MakeS
 
     real = tokenizer.sample
 
-    def change(*arguments):
+    def change(*arguments: Any) -> Iterator[str]:
         yield from real(*arguments)
         path.write_text("changed")
 
-    tokenizer.sample = change
-    try:
-        with pytest.raises(DataError, match=r"a.jsonl: changed while it was being read"):
-            run(make_spec(path, validation_fraction=0), store, touch)
-    finally:
-        tokenizer.sample = real
+    monkeypatch.setattr(tokenizer, "sample", change)
+    with pytest.raises(DataError, match=r"a.jsonl: changed while it was being read"):
+        run(make_spec(path, validation_fraction=0), store, touch)

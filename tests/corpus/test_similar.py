@@ -13,7 +13,7 @@ from holdfast.corpus.duplicates import near_repeats
 from holdfast.corpus.ngrams import BAND_BYTES, MinHash, _words, ngrams, word_hashes
 from holdfast.spec.data import Decontamination, NearDuplicates
 from holdfast.spec.errors import DataError, MissingError
-from holdfast.store import open_store
+from holdfast.store import Store, open_store
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
 
 NEAR: dict[str, object] = {"near_duplicates": {}}
@@ -81,7 +81,7 @@ def corpus(tmp_path: Path) -> Path:
     return write_jsonl(tmp_path / "a.jsonl", texts)
 
 
-def test_near_duplicates_are_dropped_and_counted(corpus: Path, store, make_spec: MakeSpec) -> None:
+def test_near_duplicates_are_dropped_and_counted(corpus: Path, store: Store, make_spec: MakeSpec) -> None:
     prepared = prepare(make_spec(corpus, cleaning=NEAR), store)
     assert prepared.dropped["duplicate"] == 5
     assert 7 <= prepared.dropped["near_duplicate"] <= 10
@@ -93,7 +93,7 @@ def test_near_duplicates_are_dropped_and_counted(corpus: Path, store, make_spec:
 
 
 def test_shares_give_the_bytes_of_one_process_also_after_a_loss(
-    corpus: Path, store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    corpus: Path, store: Store, make_spec: MakeSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(units, "UNIT_BYTES", 8000)
     monkeypatch.setattr(units, "PART_BYTES", 3000)
@@ -117,7 +117,7 @@ def test_shares_give_the_bytes_of_one_process_also_after_a_loss(
     assert again.units_reused == again.units  # what is similar is decided in the join
 
 
-def test_contaminated_documents_are_named_with_their_task(store, make_spec: MakeSpec, tmp_path: Path) -> None:
+def test_contaminated_documents_are_named_with_their_task(store: Store, make_spec: MakeSpec, tmp_path: Path) -> None:
     item = words(1000, 30)
     texts = [prose(number) for number in range(30)]
     texts[7] += " " + " ".join(item[5:18]).upper() + "."

@@ -11,7 +11,7 @@ import boto3
 import pytest
 
 from holdfast.components.preprocess import run
-from holdfast.corpus import identify
+from holdfast.corpus import Prepared, identify
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import Store, layout, open_store
 from tests.corpus.conftest import MakeSpec, prose, tree, write_jsonl
@@ -97,7 +97,7 @@ def _head(folder: Path, revision: str = "HEAD") -> str:
 def test_a_dvc_path_at_a_revision_is_read_from_there_and_recorded(
     repository: Path, store: Store, make_spec: MakeSpec, tmp_path: Path
 ) -> None:
-    def at(path: str, revision: str | None) -> dict:
+    def at(path: str, revision: str | None) -> dict[str, str | None]:
         return {"uri": f"dvc:{path}", "repo": str(repository), "revision": revision}
 
     old, new = (run(make_spec(at("data", revision), workers=2), store) for revision in ("HEAD~1", "main"))
@@ -105,8 +105,9 @@ def test_a_dvc_path_at_a_revision_is_read_from_there_and_recorded(
     assert old.lineage[0].revision == _head(repository, "HEAD~1")
     assert new.lineage[0].revision == _head(repository)
     tracked = (repository / "data.dvc").read_text()
-    assert new.lineage[0].hash in tracked
-    assert old.lineage[0].hash not in tracked
+    new_hash, old_hash = new.lineage[0].hash, old.lineage[0].hash
+    assert new_hash is not None and new_hash in tracked
+    assert old_hash is not None and old_hash not in tracked
     assert new.lineage[0].repository == str(repository)
     single = run(make_spec(at("one.jsonl", "HEAD")), store)
     assert sum(single.documents.values()) == 20
@@ -137,7 +138,9 @@ def test_only_a_commit_that_changes_the_data_is_another_dataset(
         ({"repo": "/proc"}, "/proc at main: .*check `repo`"),
     ],
 )
-def test_missing_dvc_data_is_reported(repository: Path, make_spec: MakeSpec, change, message: str) -> None:
+def test_missing_dvc_data_is_reported(
+    repository: Path, make_spec: MakeSpec, change: dict[str, str], message: str
+) -> None:
     source = {"uri": "dvc:data", "repo": str(repository), "revision": "main", **change}
     with pytest.raises(MissingError, match=message):
         identify(make_spec(source))
@@ -149,7 +152,7 @@ def test_a_tokenizer_that_is_brought_must_fit(store: Store, make_spec: MakeSpec,
     good = json.loads(store.get(layout.dataset(prepared.dataset_id, "tokenizer.json")))
     path = tmp_path / "tokenizer.json"
 
-    def bring(tokenizer: object, **settings: str):
+    def bring(tokenizer: object, **settings: str) -> Prepared:
         path.write_text(tokenizer if isinstance(tokenizer, str) else json.dumps(tokenizer))
         return run(make_spec(corpus, tokenizer={"kind": "file", "path": str(path), **settings}), store)
 

@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 from blake3 import blake3
 from numpy.typing import NDArray
 
 from holdfast.dataset import Manifest, manifest
 from holdfast.dataset.shards import DTYPES, block_digests, dtype_for, shard_digest
-from holdfast.pipelines.chaos.proxy import FaultyProxy, Reply, Request
+from holdfast.pipelines.chaos.proxy import FaultyProxy, Forward, Reply, Request
 from holdfast.store import Store, layout, open_store
 
 DATASET_ID = "0123456789abcdef"
@@ -31,7 +32,7 @@ class Meter:
         self.ranges: list[str] = []
         proxy.inject(self._count, method="GET", path=".tokens", times=None)
 
-    def _count(self, request: Request, forward) -> Reply:
+    def _count(self, request: Request, forward: Forward) -> Reply:
         reply = forward(request)
         self.bytes += len(reply.body)
         self.requests += 1
@@ -61,8 +62,8 @@ def write(store: Store) -> Write:
     """Write a dataset to `store`: one array of tokens per source and split."""
 
     def write(
-        train: Sequence[NDArray],
-        validation: Sequence[NDArray] | None = None,
+        train: Sequence[NDArray[np.int64]],
+        validation: Sequence[NDArray[np.int64]] | None = None,
         shard_tokens: int = 1000,
         vocabulary: int = 50_000,
         to: Store = store,
@@ -100,7 +101,9 @@ def write(store: Store) -> Write:
     return write
 
 
-def _split(store: Store, index: int, name: str, tokens: NDArray, shard_tokens: int, vocabulary: int) -> manifest.Split:
+def _split(
+    store: Store, index: int, name: str, tokens: NDArray[np.int64], shard_tokens: int, vocabulary: int
+) -> manifest.Split:
     dtype = dtype_for(vocabulary)
     shards = []
     for number, start in enumerate(range(0, len(tokens), shard_tokens)):

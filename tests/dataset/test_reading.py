@@ -4,7 +4,9 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -142,7 +144,9 @@ def test_a_manifest_from_a_newer_version_is_refused(store: Store, write: Write, 
         lambda m: m["tokenizer"].update(file="../x") or m,
     ],
 )
-def test_a_manifest_that_does_not_add_up_is_refused(store: Store, write: Write, tmp_path: Path, damage) -> None:
+def test_a_manifest_that_does_not_add_up_is_refused(
+    store: Store, write: Write, tmp_path: Path, damage: Callable[[Any], Any]
+) -> None:
     manifest = json.loads(write([np.arange(2000)]).dump())
     store.put(layout.dataset(DATASET_ID), json.dumps(damage(manifest)).encode())
     with pytest.raises(DataError, match=r"dataset.json: .*; delete it and run preprocess again"):

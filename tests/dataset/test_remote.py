@@ -13,7 +13,7 @@ from holdfast.dataset import Dataset
 from holdfast.dataset.cache import BlockCache
 from holdfast.dataset.remote import PIECE_BYTES
 from holdfast.dataset.shards import BLOCK_BYTES
-from holdfast.pipelines.chaos.proxy import FaultyProxy, Reply, Request
+from holdfast.pipelines.chaos.proxy import FaultyProxy, Forward, Reply, Request
 from holdfast.spec.errors import DataError, SpecError
 from holdfast.store import Store, layout
 from tests.dataset.conftest import DATASET_ID, Meter, Write
@@ -115,7 +115,7 @@ def test_a_byte_that_was_altered_on_its_way_is_read_again(
     write([np.arange(900)], to=bucket)
     altered = []
 
-    def alter(request: Request, forward) -> Reply:
+    def alter(request: Request, forward: Forward) -> Reply:
         reply = forward(request)
         if request.headers.get("Range", "").startswith("bytes=0-"):
             altered.append(request)

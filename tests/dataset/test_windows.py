@@ -1,15 +1,17 @@
 """The shuffle of blocks: every sample once per epoch, the same batches at any world size, and one share per node."""
 
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.dataset import Dataset
+from holdfast.dataset import Batches, Dataset
 from holdfast.dataset.dataset import WindowShuffle
 from holdfast.dataset.remote import PIECE_BYTES
+from holdfast.pipelines.chaos.proxy import FaultyProxy
 from holdfast.spec.data import Shuffle
 from holdfast.store import Store
 from tests.dataset.conftest import DATASET_ID, Meter, Write
@@ -69,10 +71,10 @@ def blocks_of(context: int = CONTEXT, samples: int = 8, window: int = 2) -> Shuf
     return Shuffle(kind="blocks", block_tokens=max(1024, context * samples), window=window)
 
 
-def test_batches_are_the_same_at_any_world_size_and_from_any_step(store: Store, write: Write, tmp_path) -> None:
+def test_batches_are_the_same_at_any_world_size_and_from_any_step(store: Store, write: Write, tmp_path: Path) -> None:
     write([np.arange(70_000) % 50_000, np.arange(20_000)], shard_tokens=7000)
 
-    def training(weights=None):
+    def training(weights: list[int] | None = None) -> Batches:
         return Dataset.open(store, DATASET_ID, tmp_path).training(CONTEXT, 8, 3, weights, blocks_of())
 
     for weights in (None, [1, 2]):
@@ -85,7 +87,7 @@ def test_batches_are_the_same_at_any_world_size_and_from_any_step(store: Store, 
                 np.testing.assert_array_equal(np.concatenate(parts), whole[step])
 
 
-def test_weights_keep_exact_shares_and_every_source_its_epochs(store: Store, write: Write, tmp_path) -> None:
+def test_weights_keep_exact_shares_and_every_source_its_epochs(store: Store, write: Write, tmp_path: Path) -> None:
     write([np.arange(300 * CONTEXT + 1), 20_000 + np.arange(100 * CONTEXT + 1)], shard_tokens=5000)
     shuffle = Shuffle(kind="blocks", block_tokens=1024, window=1)
     batches = Dataset.open(store, DATASET_ID, tmp_path).training(CONTEXT, 4, 0, [1, 3], shuffle)
@@ -98,7 +100,9 @@ def test_weights_keep_exact_shares_and_every_source_its_epochs(store: Store, wri
 
 
 @pytest.mark.slow
-def test_one_of_two_nodes_reads_its_part_of_an_epoch(bucket: Store, proxy, write: Write, tmp_path) -> None:
+def test_one_of_two_nodes_reads_its_part_of_an_epoch(
+    bucket: Store, proxy: FaultyProxy, write: Write, tmp_path: Path
+) -> None:
     """For pieces that processes of a node fetch once, see test_remote.py."""
     tokens = 33 * 8 * PIECE_BYTES // 2
     write([np.arange(tokens) % 50_000], shard_tokens=tokens // 5, to=bucket)
