@@ -127,7 +127,7 @@ def _port_matches(ports: Sequence[Object] | None, port: int, protocol: str, targ
 
 
 def _in_range(each: Object, port: int, target: Pod | None) -> bool:
-    first = each.get("port")
+    first: Any = each.get("port")
     if first is None:
         return True
     if isinstance(first, str):

@@ -15,7 +15,7 @@ from holdfast.launch.kubernetes.schemas import FOLDER, validate
 EVENTS = "github.com.argoproj.argo_events.pkg.apis.events.v1alpha1"
 # Missing in the JSON Schemas that the Argo project publishes.
 WITHOUT_SCHEMA = {"EventBus"}
-_SCALARS = {"str": str, "int": int, "bool": bool, "float": (int, float)}
+_SCALARS: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "bool": bool, "float": (int, float)}
 
 
 def is_custom(thing: dict[str, Any]) -> bool:

@@ -50,7 +50,7 @@ class Webhook:
     """A real HTTP server that answers with the given statuses in order, and repeats the last one."""
 
     def __init__(self, *statuses: int) -> None:
-        self.bodies: list[dict] = []
+        self.bodies: list[dict[str, Any]] = []
         hook = self
 
         class Handler(QuietHandler):

@@ -4,6 +4,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -68,11 +69,14 @@ def test_read_many_fills_all_targets_and_calls_each_callback(store: Store) -> No
         store.put(key, data)
     reads: list[tuple[str, int, bytes]] = []
 
+    def add(key: str, start: int, target: memoryview) -> None:
+        reads.append((key, start, bytes(target)))
+
     def wanted() -> Iterator[Read]:
         for key in content:
             for start in range(0, 900, 90):
                 target = memoryview(bytearray(100))
-                yield Read(key, start, target, lambda k=key, s=start, t=target: reads.append((k, s, bytes(t))))
+                yield Read(key, start, target, partial(add, key, start, target))
 
     store.read_many(wanted())
     assert sorted(reads) == [
@@ -252,7 +256,8 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
 
 def test_large_objects_survive_every_way_in_and_out(store: Store, small_parts: int, tmp_path: Path) -> None:
     content = os.urandom(2 * small_parts + 12_345)
-    split = [content[:7], memoryview(content)[7 : small_parts + 9], bytearray(content[small_parts + 9 :])]
+    middle = memoryview(content)[7 : small_parts + 9]
+    split: list[bytes | bytearray | memoryview] = [content[:7], middle, bytearray(content[small_parts + 9 :])]
     store.put("put", split)
     assert store.put_if_absent("absent", split)
     assert store.put_if_absent("absent", content)

@@ -3,7 +3,7 @@
 import pytest
 from botocore.exceptions import ClientError
 
-from holdfast.pipelines.chaos.proxy import FaultyProxy, Reply, answer
+from holdfast.pipelines.chaos.proxy import FaultyProxy, Forward, Reply, Request, answer
 from holdfast.spec.errors import (
     AccessDeniedError,
     HoldfastError,
@@ -108,7 +108,7 @@ def test_a_body_that_arrived_damaged_is_sent_again_a_few_times(proxied: Store, p
 def test_objects_are_deleted_one_by_one_where_the_request_for_several_is_refused(
     proxied: Store, proxy: FaultyProxy, status: int, code: str, text: str
 ) -> None:
-    def refuse(request, forward):
+    def refuse(request: Request, forward: Forward) -> Reply:
         body = f"<Error><Code>{code}</Code><Message>{text}</Message></Error>".encode()
         return Reply(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))], body)
 

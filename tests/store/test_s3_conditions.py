@@ -3,12 +3,16 @@ refused.
 """
 
 import threading
+from collections.abc import Callable
 
 import pytest
 
 from holdfast.pipelines.chaos.proxy import (
+    Act,
     FaultyProxy,
+    Forward,
     Reply,
+    Request,
     answer,
     answer_after,
     hold,
@@ -66,7 +70,7 @@ def test_a_swap_whose_reply_was_lost_is_known_by_its_writer_not_its_content(
         other.compare_and_swap("counter", b"3", version)
         release.set()
 
-    def held_then_reset(request, forward):
+    def held_then_reset(request: Request, forward: Forward) -> Reply:
         release.wait()
         return reset()(request, forward)
 
@@ -92,7 +96,7 @@ def test_increments_survive_an_unreliable_network(store: Store, proxy: FaultyPro
 
 @pytest.mark.parametrize("fault", [reset(), lose_reply(), answer(500, "InternalError")])
 def test_a_large_claim_is_one_request_and_survives_a_fault(
-    store: Store, proxy: FaultyProxy, large: bytes, fault
+    store: Store, proxy: FaultyProxy, large: bytes, fault: Act
 ) -> None:
     """Some servers that honor a condition for one request do not honor it when they assemble parts to an object."""
     parts = proxy.inject(answer(403, "AccessDenied"), path="uploads", times=None)
@@ -117,10 +121,10 @@ def test_two_large_claims_have_one_winner(store: Store, proxy: FaultyProxy, larg
     assert store.get("claim") == b"the other was faster"
 
 
-def without(*conditions: str, when=lambda request: True):
+def without(*conditions: str, when: Callable[[Request], bool] = lambda request: True) -> Act:
     """A server that ignores some conditions of a write."""
 
-    def act(request, forward):
+    def act(request: Request, forward: Forward) -> Reply:
         if when(request):
             request.headers = {n: v for n, v in request.headers.items() if n.lower() not in conditions}
         return forward(request)
@@ -152,7 +156,7 @@ def test_a_server_that_holds_conditions_for_one_writer_but_not_for_several_is_re
 ) -> None:
     barrier = threading.Barrier(2)
 
-    def looked_at_too_early(request, forward):
+    def looked_at_too_early(request: Request, forward: Forward) -> Reply:
         if "probes" in request.path:  # two writers look, find nothing and write; another writer may have won
             request.headers = {n: v for n, v in request.headers.items() if n.lower() != "if-none-match"}
             barrier.wait(180)
@@ -164,7 +168,7 @@ def test_a_server_that_holds_conditions_for_one_writer_but_not_for_several_is_re
 
 
 def test_a_server_without_conditional_writes_is_refused_with_its_message(proxy: FaultyProxy, s3_url: str) -> None:
-    def unknown(request, forward):
+    def unknown(request: Request, forward: Forward) -> Reply:
         if "If-None-Match" in request.headers:
             body = b"<Error><Code>NotImplemented</Code><Message>no such header here</Message></Error>"
             return Reply(501, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))], body)
@@ -187,7 +191,7 @@ def test_a_server_that_passed_is_remembered_by_its_name(
 
     server_name = ["first 1.0"]
 
-    def name(request, forward):
+    def name(request: Request, forward: Forward) -> Reply:
         reply = forward(request)
         reply.headers.append(("Server", server_name[0]))
         return reply

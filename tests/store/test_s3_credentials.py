@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.pipelines.chaos.proxy import FaultyProxy, answer
+from holdfast.pipelines.chaos.proxy import FaultyProxy, Forward, Reply, Request, answer
 from holdfast.spec.errors import AccessDeniedError, HoldfastError, StoreUnreachableError
 from holdfast.store import Store, open_store
 from holdfast.store.s3 import errors, requests
@@ -33,7 +33,7 @@ def refuse(proxy: FaultyProxy, key: str, status: int, code: str, times: int | No
     """Answer requests with `code` if their key begins with `key`. Returns the methods of the refused requests."""
     methods: list[str] = []
 
-    def act(request, forward):
+    def act(request: Request, forward: Forward) -> Reply:
         if f"={key}" in request.headers.get("Authorization", "") and (times is None or len(methods) < times):
             methods.append(request.method)
             return answer(status, code)(request, forward)
@@ -79,9 +79,14 @@ def test_threads_that_are_refused_together_make_one_new_client(
 ) -> None:
     store = open_store(s3_url, deadline=60)
     store.put("k", b"0")
-    connections: list[int] = []
+    connections: list[float] = []
     connect = requests._connect
-    monkeypatch.setattr(requests, "_connect", lambda deadline: connections.append(1) or connect(deadline))
+
+    def counted(deadline: float) -> requests._Connection:
+        connections.append(deadline)
+        return connect(deadline)
+
+    monkeypatch.setattr(requests, "_connect", counted)
     refuse(proxy, "AKIAOLD", 400, "ExpiredToken")
     write(file, "AKIANEW")
     start = threading.Barrier(8)
@@ -109,7 +114,7 @@ def test_expired_credentials_are_waited_for_until_the_deadline(file: Path, s3_ur
         assert "endpoint is up" not in str(error.value)
     assert len(refused_methods) > 2
 
-    def renewed(request, forward):
+    def renewed(request: Request, forward: Forward) -> Reply:
         write(file, "AKIANEW")  # while the operation waits
         return answer(400, "ExpiredToken")(request, forward)
 
@@ -127,7 +132,7 @@ def test_a_credentials_file_that_is_half_written_is_read_once_it_is_whole(
     store.put("k", b"0")
     contents = iter(["", "[default", "[default]\naws_access_key_id = AKIANEW\n", None])
 
-    def act(request, forward):
+    def act(request: Request, forward: Forward) -> Reply:
         if "AKIAOLD" not in request.headers["Authorization"]:
             return forward(request)
         content = next(contents)
@@ -181,7 +186,7 @@ def test_a_source_that_gives_other_credentials_each_time_is_read_once(
     store = open_store(s3_url, deadline=60)
     store.put("k", b"0")
 
-    def act(request, forward):
+    def act(request: Request, forward: Forward) -> Reply:
         write(file, f"AKIA{len(proxy.requests)}")
         return answer(403, "AccessDenied")(request, forward)
 

@@ -4,7 +4,9 @@ import pytest
 
 from holdfast.pipelines.chaos.proxy import (
     FaultyProxy,
+    Forward,
     Reply,
+    Request,
 )
 from holdfast.spec.errors import (
     AccessDeniedError,
@@ -38,7 +40,7 @@ def test_a_failed_deletion_is_reported_or_retried(
     for key in ("a", "b"):
         store.put(key, b"1")
 
-    def partly(request, forward):
+    def partly(request: Request, forward: Forward) -> Reply:
         body = (
             "<DeleteResult><Error><Key>some/prefix/b</Key>"
             f"<Code>{code}</Code><Message>not now</Message></Error></DeleteResult>"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.pipelines.chaos.proxy import Act, FaultyProxy, Reply
+from holdfast.pipelines.chaos.proxy import Act, FaultyProxy, Forward, Reply, Request
 from holdfast.spec.errors import HoldfastError, StoreRefusedError
 from holdfast.store import open_store
 
@@ -19,7 +19,7 @@ OPERATIONS = {
 
 
 def redirect(status: int, content: bytes, location: str = "https://minio.example") -> Act:
-    def act(request, forward):
+    def act(request: Request, forward: Forward) -> Reply:
         body = b"" if request.method == "HEAD" else content
         headers = [("Content-Type", "text/html"), ("Content-Length", str(len(body)))]
         headers += [("Location", location + request.path)] if location else []
@@ -53,7 +53,7 @@ def test_a_redirection_without_an_address_is_refused(s3_url: str, proxy: FaultyP
 
 
 def test_a_bucket_in_another_region_is_followed_there(s3_url: str, proxy: FaultyProxy) -> None:
-    def moved(request, forward):
+    def moved(request: Request, forward: Forward) -> Reply:
         if "us-east-1" not in request.headers["Authorization"]:
             return forward(request)
         body = b"<Error><Code>PermanentRedirect</Code><Message>x</Message></Error>"

@@ -6,8 +6,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.pipelines.chaos.proxy import (
+    Act,
     FaultyProxy,
+    Forward,
+    Injection,
     Reply,
+    Request,
     answer,
     answer_after,
     hold,
@@ -46,13 +50,15 @@ PASSING = {
 
 
 @pytest.mark.parametrize("fault", PASSING.values(), ids=PASSING)
-def test_every_operation_retries_a_temporary_fault(store: Store, proxy: FaultyProxy, fault, tmp_path: Path) -> None:
+def test_every_operation_retries_a_temporary_fault(
+    store: Store, proxy: FaultyProxy, fault: Act, tmp_path: Path
+) -> None:
     (tmp_path / "source").write_bytes(b"from a file")
 
     def twice(method: str) -> None:
         faults.append(proxy.inject(fault, method=method, times=2))
 
-    faults: list = []
+    faults: list[Injection] = []
     twice("PUT")
     store.put("k", b"0123456789")
     twice("GET")
@@ -193,7 +199,7 @@ def test_secrets_echoed_by_a_server_are_not_in_the_error(
     monkeypatch.setattr(errors, "FIRST_PAUSE", 3 * DEADLINE)  # there is no time for another attempt
     monkeypatch.setattr(errors, "LONGEST_PAUSE", 3 * DEADLINE)
 
-    def talkative(request, forward):
+    def talkative(request: Request, forward: Forward) -> Reply:
         text = "sent to https://user:hunter2@proxy/bucket?X-Amz-Signature=c0ffee&amp;x=1"
         body = f"<Error><Code>Refused</Code><Message>{text}</Message></Error>".encode()
         return Reply(status, [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))], body)

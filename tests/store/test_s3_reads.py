@@ -8,6 +8,9 @@ import pytest
 
 from holdfast.pipelines.chaos.proxy import (
     FaultyProxy,
+    Forward,
+    Reply,
+    Request,
     answer,
     flip,
     hold,
@@ -55,7 +58,7 @@ def test_an_object_that_is_replaced_while_it_is_read_is_never_mixed(
 ) -> None:
     store.put("big", large)
 
-    def replace(request, forward):
+    def replace(request: Request, forward: Forward) -> Reply:
         proxy.heal()
         store.put("big", bytes(len(large)))
         return forward(request)

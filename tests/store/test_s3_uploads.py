@@ -11,7 +11,11 @@ import google_crc32c
 import pytest
 
 from holdfast.pipelines.chaos.proxy import (
+    Act,
     FaultyProxy,
+    Forward,
+    Reply,
+    Request,
     answer,
     deaf,
     lose_reply,
@@ -36,7 +40,7 @@ def store(proxied: Store) -> Store:
 def test_every_body_carries_a_checksum_for_the_server_to_verify(store: Store, proxy: FaultyProxy, large: bytes) -> None:
     requests: list[dict[str, str]] = []
 
-    def look(request, forward):
+    def look(request: Request, forward: Forward) -> Reply:
         requests.append({name.lower(): value for name, value in request.headers.items()})
         return forward(request)
 
@@ -66,7 +70,7 @@ def test_an_upload_that_was_too_slow_for_the_server_is_sent_again(store: Store, 
     ],
 )
 def test_a_large_object_survives_a_fault_in_any_step_of_its_upload(
-    store: Store, proxy: FaultyProxy, large: bytes, fault, step: str
+    store: Store, proxy: FaultyProxy, large: bytes, fault: Act, step: str
 ) -> None:
     method = "PUT" if "partNumber" in step else "POST"
     injected = proxy.inject(fault, method=method, path=step)
@@ -163,7 +167,7 @@ def test_uploads_of_dead_writers_are_found_on_every_page(
     for number in range(3):
         client.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/runs/a/packs/{number}.pack")
 
-    def first_page_only(request, forward):
+    def first_page_only(request: Request, forward: Forward) -> Reply:
         """This server does not page uploads. The first reply has one of the three, and a marker for the next page."""
         reply = forward(request)
         uploads = reply.body.split(b"<Upload>")
