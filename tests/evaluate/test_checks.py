@@ -2,6 +2,7 @@
 
 import json
 import math
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,9 @@ def opponent(bits_per_byte: float) -> Opponent:
     )  # fmt: skip
 
 
-def judged(champion: Opponent | None = None, measured: Measured = FINE, **settings: object) -> tuple[str, str]:
+def judged(champion: Opponent | None = None, /, **settings: object) -> tuple[str, str]:
     """The outcome and the first reason."""
-    word, reasons = decide(checks(Evaluation.model_validate(settings), measured, champion))
+    word, reasons = decide(checks(Evaluation.model_validate(settings), FINE, champion))
     return word, reasons[0]
 
 
@@ -38,7 +39,7 @@ def judged(champion: Opponent | None = None, measured: Measured = FINE, **settin
 )
 def test_the_shares_of_solved_prompts_have_bounds(field: str, bound: float, outcome: str, sentence: str) -> None:
     measured = FINE.model_copy(update={"pass_at_1": 0.72, "pass_at_k": 0.79})
-    results = list(checks(Evaluation.model_validate({field: bound, "answers": 4}), measured, None))
+    results = checks(Evaluation.model_validate({field: bound, "answers": 4}), measured, None)
     assert decide(results)[0] == outcome
     assert sentence in [check.sentence for check in results]
 
@@ -63,7 +64,7 @@ def test_without_bounds_a_finite_loss_is_enough() -> None:
 @pytest.mark.parametrize("settings", [{}, {"max_loss": 9, "max_perplexity": 99, "max_bits_per_byte": 9}])
 @pytest.mark.parametrize("champion", [None, opponent(1.5), opponent(math.nan), opponent(math.inf)])
 def test_a_metric_that_is_not_finite_is_never_blessed(
-    bad: float, field: str, settings: dict, champion: Opponent | None
+    bad: float, field: str, settings: dict[str, int], champion: Opponent | None
 ) -> None:
     results = checks(Evaluation.model_validate(settings), FINE.model_copy(update={field: bad}), champion)
     assert decide(results)[0] == "not_blessed"
@@ -84,7 +85,9 @@ def test_a_metric_that_is_not_finite_is_never_blessed(
         ({"versus_champion": "better"}, math.nan, "blessed"),
     ],
 )
-def test_the_comparison_with_the_champion_follows_the_settings(settings: dict, theirs: float, word: str) -> None:
+def test_the_comparison_with_the_champion_follows_the_settings(
+    settings: dict[str, Any], theirs: float, word: str
+) -> None:
     assert judged(opponent(theirs), **settings)[0] == word
 
 
@@ -115,5 +118,5 @@ def test_a_verdict_with_nan_survives_json() -> None:
     assert reloaded.dump() == verdict.dump()
     assert math.isnan(reloaded.metrics["loss"])
     assert reloaded.metrics["tokens"] == 100
-    assert reloaded.champion is not None and reloaded.champion.measured is not None
+    assert reloaded.champion is not None and isinstance(reloaded.champion.measured, Measured)
     assert math.isnan(reloaded.champion.measured.bits_per_byte)

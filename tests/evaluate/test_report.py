@@ -39,7 +39,7 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in VOID and not self.get_starttag_text().endswith("/>"):
+        if tag not in VOID and not (self.get_starttag_text() or "").endswith("/>"):
             self.open.append(tag)
 
     def handle_endtag(self, tag: str) -> None:

@@ -6,13 +6,14 @@ import math
 import os
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from holdfast.components.evaluate import run
 from holdfast.dataset import Dataset
-from holdfast.scoring import settings_key
+from holdfast.scoring import Measured, settings_key
 from holdfast.scoring.device import scoring_devices
 from holdfast.scoring.score import score
 from holdfast.spec import Spec, parse_spec
@@ -122,13 +123,16 @@ def test_other_settings_are_another_question(store: Store, model: str) -> None:
 def test_the_champion_is_scored_on_the_same_text(
     store: Store, make_champion: Champion, model: str, ours: int, theirs: int, word: str, kind: str
 ) -> None:
-    changes = {"shorter context": {"model": world.shape(context=16)}, "other tokenizer": {"vocabulary": 280}}
+    changes: dict[str, dict[str, Any]] = {
+        "shorter context": {"model": world.shape(context=16)},
+        "other tokenizer": {"vocabulary": 280},
+    }
     champion = world.trained(theirs, **changes.get(kind, {}))
     make_champion(model, world.CHAMPION, world.finish(store, champion, world.CHAMPION))
     world.finish(store, world.trained(ours))
     verdict = run(spec(model), world.RUN, store)
     assert verdict.word == word
-    assert verdict.champion is not None and verdict.champion.measured is not None
+    assert verdict.champion is not None and isinstance(verdict.champion.measured, Measured)
     assert verdict.champion.measured.text_bytes == verdict.metrics["text_bytes"]
     if kind != "other tokenizer":
         assert verdict.champion.measured.tokens == verdict.metrics["tokens"]

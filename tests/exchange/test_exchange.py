@@ -226,7 +226,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_tensor(folder_store: 
 def test_training_from_imported_weights_matches_training_with_init_from(tmp_path: Path) -> None:
     spec = tiny_spec()
     folder = tmp_path / "llama"
-    options = {"tokenizer_json": _tokenizer().decode(), "end_of_text": END_OF_TEXT}
+    options: dict[str, Any] = {"tokenizer_json": _tokenizer().decode(), "end_of_text": END_OF_TEXT}
     write_hugging_face(folder, spec.model, VOCABULARY, weights(spec).items(), **options)
     store = new_store(tmp_path / "store")
     imported, checkpoint = taken(store, HuggingFace(str(folder)))

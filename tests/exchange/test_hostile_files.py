@@ -203,14 +203,19 @@ def test_a_file_path_outside_of_the_checkpoint_folder_is_refused(saved: Path, tm
 def test_parts_of_a_tensor_lie_in_it_and_are_no_more_than_it(saved: Path, tmp_path: Path) -> None:
     """A million parts at one place would take forever to read."""
 
+    def tensor_of(found: dcp.metadata.Metadata) -> dcp.metadata.TensorStorageMetadata:
+        tensor = found.state_dict_metadata[f"app.{NAME}"]
+        assert isinstance(tensor, dcp.metadata.TensorStorageMetadata)
+        return tensor
+
     def repeat(found: dcp.metadata.Metadata) -> None:
-        found.state_dict_metadata[f"app.{NAME}"].chunks *= 2
+        tensor_of(found).chunks *= 2
 
     def outside(found: dcp.metadata.Metadata) -> None:
-        found.state_dict_metadata[f"app.{NAME}"].chunks[0].offsets = torch.Size([1, 0])
+        tensor_of(found).chunks[0].offsets = torch.Size([1, 0])
 
     def negative(found: dcp.metadata.Metadata) -> None:
-        found.state_dict_metadata[f"app.{NAME}"].size = (-3, -4)
+        tensor_of(found).size = (-3, -4)  # type: ignore[assignment]
 
     def long(found: dcp.metadata.Metadata) -> None:
         for record in found.storage_data.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tests.inference.test_batch import PROMPTS, answer, submitted
 from tests.inference.tiny import tiny_export
 from tests.model.tiny_model import decoder, shape
 
-MIXTURES = {
+MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"family": "mixtral", "experts": 4, "ffn": 48},
     "shared": {"family": "qwen2_moe", "experts": 4, "ffn": 48, "routing": {"shared": 1}},
     "gpt_oss": {"family": "gpt_oss", "experts": 4, "ffn": 48, "sliding_window": 4},
@@ -38,7 +39,7 @@ def peft_adapter(folder: Path, base: Path, rank: int, parameters: list[str]) -> 
         r=rank, lora_alpha=64, target_modules=["q_proj"], target_parameters=parameters, init_lora_weights=False
     )
     adapted = peft.get_peft_model(model, settings)
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(str(folder))
     ids = torch.tensor([PROMPT])
     outputs = adapted.generate(input_ids=ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
     return outputs[0, len(PROMPT) :].tolist()
@@ -47,7 +48,7 @@ def peft_adapter(folder: Path, base: Path, rank: int, parameters: list[str]) -> 
 @pytest.mark.parametrize("mixture", MIXTURES.values(), ids=MIXTURES)
 @pytest.mark.parametrize(("rank", "targets"), [(4, "both"), (3, "both"), (2, "down")])
 def test_an_adapter_of_experts_answers_as_peft_does(
-    tmp_path: Path, mixture: dict[str, object], rank: int, targets: str
+    tmp_path: Path, mixture: dict[str, Any], rank: int, targets: str
 ) -> None:
     """The other rows of the batch have no adapter."""
     folder = tiny_export(tmp_path / "base", template=False, context=64, **mixture)

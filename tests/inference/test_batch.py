@@ -12,17 +12,18 @@ from holdfast.model.decoder import Decoder
 from holdfast.rollouts.generation import sample_tokens, uniforms
 from tests.model.tiny_model import decoder, shape
 
+Events = queue.Queue[int | End]
 PROMPTS = [[5, 6, 7], [8], list(range(9, 80)), [20, 21]]
 
 
-def submitted(batch: AnswerBatch, prompt: list[int], most: int = 12, **fields: object) -> tuple[AnswerJob, queue.Queue]:
-    events: queue.Queue = queue.Queue()
+def submitted(batch: AnswerBatch, prompt: list[int], most: int = 12, **fields: object) -> tuple[AnswerJob, Events]:
+    events: Events = queue.Queue()
     job = AnswerJob(prompt, most, fields.pop("sampling", TokenSampling(0)), events.put, **fields)  # type: ignore[arg-type]
     batch.submit(job)
     return job, events
 
 
-def answer(events: queue.Queue) -> tuple[list[int], str]:
+def answer(events: Events) -> tuple[list[int], str]:
     tokens = []
     while not isinstance(event := events.get(timeout=60), End):
         tokens.append(event)
@@ -111,6 +112,7 @@ def test_a_failure_ends_its_requests_and_the_next_ones_are_answered(
         patch.setattr(AnswerJob, "next_token", lambda *_: 1 / 0)
         events = submitted(batch, PROMPTS[0])[1]
         end = events.get(timeout=60)
+    assert isinstance(end, End)
     assert (end.reason, end.message) == ("error", "ZeroDivisionError: division by zero")
     assert answer(submitted(batch, PROMPTS[0])[1])[0] == expected(built, PROMPTS[0], 12, TokenSampling(0))
 

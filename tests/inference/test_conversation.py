@@ -70,7 +70,8 @@ def test_a_turn_ends_where_the_template_ends_it(tmp_path: Path) -> None:
     template = (folder / "chat_template.jinja").read_text().replace("</>", "<|endoftext|>")
     (folder / "chat_template.jinja").write_text(template)
     model = AnsweringModel.load(Folder(folder), torch.device("cpu"))
-    assert model.turn_ends == Ends(frozenset({model.tokenizer.token_to_id("<|endoftext|>")}))
+    end = model.tokenizer.token_to_id("<|endoftext|>")
+    assert end is not None and model.turn_ends == Ends(frozenset({end}))
 
 
 def test_text_is_kept_back_while_it_may_begin_a_stop(tmp_path: Path) -> None:

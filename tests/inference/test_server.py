@@ -78,7 +78,8 @@ def test_a_completion_is_what_the_model_generates(url: str, model: AnsweringMode
 
 
 def test_a_stream_has_the_text_of_the_whole_answer(url: str) -> None:
-    client, wanted = client_of(url), {"model": "tiny", "messages": HELLO, "max_tokens": 30, "seed": 5, "n": 2}
+    client = client_of(url)
+    wanted: dict[str, Any] = {"model": "tiny", "messages": HELLO, "max_tokens": 30, "seed": 5, "n": 2}
     whole = client.chat.completions.create(**wanted)
     texts, reasons, used = ["", ""], ["", ""], None
     for chunk in client.chat.completions.create(**wanted, stream=True, stream_options={"include_usage": True}):
@@ -109,7 +110,8 @@ def test_concurrent_requests_get_the_answers_that_they_get_alone(url: str) -> No
 
 
 def test_a_stop_sequence_ends_the_text_before_it(url: str) -> None:
-    client, wanted = client_of(url), {"model": "tiny", "prompt": "def", "max_tokens": 60, "temperature": 0}
+    client = client_of(url)
+    wanted: dict[str, Any] = {"model": "tiny", "prompt": "def", "max_tokens": 60, "temperature": 0}
     text = client.completions.create(**wanted).choices[0].text
     stop = text[10:13]
     stopped = client.completions.create(**wanted, stop=[stop]).choices[0]
@@ -125,14 +127,14 @@ def test_an_adapter_is_selected_by_its_name(model: AnsweringModel, tmp_path: Pat
     torch.manual_seed(1)
     settings = peft.LoraConfig(r=4, lora_alpha=64, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     adapted = peft.get_peft_model(base, settings)
-    adapted.save_pretrained(tmp_path / "adapter")
+    adapted.save_pretrained(str(tmp_path / "adapter"))
     ids = torch.tensor([model.tokenizer.encode("def add").ids])
     outputs = adapted.generate(input_ids=ids, max_new_tokens=12, do_sample=False, eos_token_id=None)
     expected = model.tokenizer.decode(outputs[0, ids.shape[1] :].tolist())
     served = AnsweringModel.load(Folder(folder), torch.device("cpu"))
     adapter = read_adapter(Folder(tmp_path / "adapter"), served.decoder)
     with serving(served, poet=adapter) as url:
-        wanted = {"prompt": "def add", "max_tokens": 12, "temperature": 0}
+        wanted: dict[str, Any] = {"prompt": "def add", "max_tokens": 12, "temperature": 0}
 
         async def both() -> list[str]:
             async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -160,8 +162,9 @@ def test_what_cannot_be_answered_is_refused_by_name(url: str) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "Input should be 'text'"),
         ({"n": 6}, "at most 5 answers are possible"),
     ):
+        wanted: dict[str, Any] = {"model": "tiny", "messages": HELLO, **fields}
         with pytest.raises((openai.BadRequestError, openai.NotFoundError), match=message):
-            client.chat.completions.create(**{"model": "tiny", "messages": HELLO, **fields})
+            client.chat.completions.create(**wanted)
 
 
 def test_what_clients_send_is_bounded(url: str) -> None:
@@ -180,8 +183,9 @@ def test_what_clients_send_is_bounded(url: str) -> None:
 
 
 def test_a_full_queue_a_deadline_and_a_client_that_leaves(model: AnsweringModel) -> None:
+    wanted: dict[str, Any] = {"model": "tiny", "prompt": "def", "max_tokens": 250, "seed": 1}
     with serving(model, Limits(rows=1, waiting=0, seconds=0.005)) as url:
-        client, wanted = client_of(url), {"model": "tiny", "prompt": "def", "max_tokens": 250, "seed": 1}
+        client = client_of(url)
         with pytest.raises(openai.InternalServerError, match=r"not complete after 0\.005 s"):
             client.completions.create(**wanted, extra_body={"stop": ["\x00"]})
     with serving(model, Limits(rows=1, waiting=0)) as url:

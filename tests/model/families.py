@@ -3,7 +3,7 @@
 import math
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from holdfast.model.decoder import Decoder
 from holdfast.spec.model import Model
@@ -234,7 +234,7 @@ def built(name: str) -> Decoder:
     return model
 
 
-def theirs_of(name: str, **changed: object) -> torch.nn.Module:
+def theirs_of(name: str, **changed: object) -> PreTrainedModel:
     """A random model, created by `transformers`, with changed settings."""
     overrides = FAMILIES[name][1]
     settings: dict[str, object] = {

@@ -2,13 +2,14 @@
 
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from holdfast.model.decoder import Decoder
-from holdfast.model.experts import CORRECTION, in_order
+from holdfast.model.experts import CORRECTION, Load, in_order
 from holdfast.model.hugging_face import read_hugging_face, require_fit
 from holdfast.model.initialise import flops_per_token, initial_slice, parameter_count, parameter_shapes
 from holdfast.model.layers import Mixture
@@ -25,7 +26,7 @@ TOKENS = torch.randint(0, 300, (3, 33), generator=torch.Generator().manual_seed(
 
 def mixture(family: str = "mixtral", **routing: object) -> Model:
     shared = {"shared": 2} if PRESETS[family].shared != "none" else {}
-    window = {"sliding_window": 9} if family == "gpt_oss" else {}
+    window: dict[str, Any] = {"sliding_window": 9} if family == "gpt_oss" else {}
     if family == "deepseek_v3":
         window = {"head_dim": 12, "latent": {"query": 10, "key_value": 14, "rope": 8, "value": 6}}
     return shape(family=family, experts=5, ffn=24, routing={"top_k": 3, **shared, **routing}, **window)
@@ -118,12 +119,14 @@ def test_balancing_adds_a_gradient_and_nothing_to_the_loss_in_training_alone_and
     assert torch.equal(whole[0], without[0])
     # Switch Transformer's loss per sequence, over choices, times the counted tokens of the sequence
     charge = torch.zeros(())
-    loads = [
-        layer.mlp.gate.register_forward_hook(lambda *each: loads.append(each[2][2])) for layer in plain.model.layers
-    ]
-    for hook, _ in zip(loads[:2], [plain(tokens)], strict=False):
+    loads: list[Load] = []
+    gates = [module.gate for module in plain.modules() if isinstance(module, Mixture)]
+    hooks = [gate.register_forward_hook(lambda *each: loads.append(each[2][2])) for gate in gates]
+    plain(tokens)
+    for hook in hooks:
         hook.remove()
-    for load in loads[2:]:
+    assert len(loads) == len(plain.model.layers)
+    for load in loads:
         charge = charge + 0.01 * (load.unevenness_B * torch.tensor([32, 5, 32])).sum()
     added = torch.autograd.grad(charge, list(plain.parameters()), allow_unused=True)
     for actual, plain_gradient, more in zip(whole[1:], without[1:], added, strict=True):

@@ -49,7 +49,7 @@ def test_a_header_that_is_not_of_its_file_is_refused(tmp_path: Path, header: Any
 )  # fmt: skip
 @pytest.mark.parametrize("value", [{"a": [1]}, [[1]], "x", 10**400, float("inf"), True])
 def test_a_value_of_another_type_is_refused_with_its_key_or_is_the_value_meant(key: str, value: Any) -> None:
-    sound = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 300}
+    sound: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 4, "head_dim": 32, "vocab_size": 300}
     if key == "id2label":
         sound["architectures"] = ["LlamaForSequenceClassification"]
     try:

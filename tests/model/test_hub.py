@@ -24,7 +24,8 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self, folder: Path, kind: str = "models") -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.folder, self.requests, self.commit = folder, [], COMMIT
+        self.folder, self.commit = folder, COMMIT
+        self.requests: list[str] = []
         self.api = f"/api/{kind}/tiny/llama"
         self.files = f"{'/datasets' if kind == 'datasets' else ''}/tiny/llama/resolve/"
 

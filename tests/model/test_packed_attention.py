@@ -14,6 +14,7 @@ from holdfast.model.attention import flash, packed, tiles
 from holdfast.model.attention.kernel import AttentionPattern, BackwardInputs
 from holdfast.model.attention.packed import attention_backward, attention_forward, packed_attention
 from holdfast.model.attention.segments import Segments
+from holdfast.model.layers import Attention
 from holdfast.spec.errors import SpecError
 from tests.model.tiny_model import decoder, shape
 
@@ -56,7 +57,7 @@ def with_gradients(attention: Callable[..., Tensor], gradient: Tensor, *inputs: 
     return [out.detach(), *(tensor.grad for tensor in leaves if tensor is not None and tensor.grad is not None)]
 
 
-CASES = {
+CASES: dict[str, dict[str, Any]] = {
     "documents": {},
     "one position": {"window": 1},
     "short window": {"window": 5},
@@ -92,11 +93,11 @@ def test_output_and_gradients_are_those_of_the_dense_reference(name: str, device
     gradient = random(1, 4, length, case["value_width"], dtype=dtype, device=device, seed=3)
     segments = of_lengths(*LENGTHS)
     results = with_gradients(
-        lambda *inputs: packed_attention(*inputs[:3], segments, window, inputs[3], scale), gradient, q, k, v, sinks
+        lambda q, k, v, sinks: packed_attention(q, k, v, segments, window, sinks, scale), gradient, q, k, v, sinks
     )
     mask = visible(LENGTHS, window).to(device)
     exact = [None if tensor is None else tensor.double() for tensor in (q, k, v, sinks)]
-    expected = with_gradients(lambda *inputs: dense(*inputs, mask, scale), gradient.double(), *exact)
+    expected = with_gradients(lambda q, k, v, sinks: dense(q, k, v, sinks, mask, scale), gradient.double(), *exact)
     names = ["output", "q", "k", "v", *(["sinks"] if sinks is not None else [])]
     for tensor, actual, reference in zip(names, results, expected, strict=True):
         if window == 1 and tensor in ("q", "k") and sinks is None:
@@ -114,7 +115,7 @@ def test_a_device_without_a_fused_kernel_has_the_same_numbers(monkeypatch: pytes
 
     def results() -> list[Tensor]:
         return with_gradients(
-            lambda *inputs: packed_attention(*inputs[:3], of_lengths(*LENGTHS), window, inputs[3]),
+            lambda q, k, v, sinks: packed_attention(q, k, v, of_lengths(*LENGTHS), window, sinks),
             gradient, q, k, v, sinks,
         )  # fmt: skip
 
@@ -132,7 +133,7 @@ def test_gradients_are_those_of_finite_differences(window: int | None) -> None:
     segments = of_lengths(1, 4, 6)
     shapes = ((1, 2, 11, 4), (1, 1, 11, 4), (1, 1, 11, 2), (2,))
     inputs = [random(*shape, dtype=torch.float64, seed=at).requires_grad_() for at, shape in enumerate(shapes)]
-    assert torch.autograd.gradcheck(lambda *given: packed_attention(*given[:3], segments, window, given[3]), inputs)
+    assert torch.autograd.gradcheck(lambda q, k, v, sinks: packed_attention(q, k, v, segments, window, sinks), inputs)
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -154,7 +155,7 @@ def around(before: int, after: int, dtype: torch.dtype, window: int | None, devi
         whole[:, :, before : before + DOCUMENT] = part
     segments = of_lengths(*(length for length in (before, DOCUMENT, after) if length))
     q, k, v, gradient = tensors
-    results = with_gradients(lambda *inputs: packed_attention(*inputs, segments, window), gradient, q, k, v)
+    results = with_gradients(lambda q, k, v: packed_attention(q, k, v, segments, window), gradient, q, k, v)
     return [tensor[:, :, before : before + DOCUMENT] for tensor in results]
 
 
@@ -181,7 +182,7 @@ def test_bits_do_not_depend_on_the_batch_or_the_split_of_heads(window: int | Non
         inputs = q[rows, :heads], k[rows, :groups], v[rows, :groups]
         segments = Segments.of_rows(len(inputs[0]), 320)
         return with_gradients(
-            lambda *given: packed_attention(*given, segments, window), gradient[rows, :heads], *inputs
+            lambda q, k, v: packed_attention(q, k, v, segments, window), gradient[rows, :heads], *inputs
         )
 
     whole = attend(slice(None), 8)
@@ -210,11 +211,11 @@ def test_queries_may_be_the_last_positions_of_more_keys(window: int | None) -> N
     q, k, v = (random(1, heads, 1000, 16, seed=heads) for heads in (4, 2, 2))
     gradient = random(1, 4, 400, 16)
     results = with_gradients(
-        lambda *inputs: packed_attention(*inputs, segments, window), gradient, q[:, :, positions], k, v
+        lambda q, k, v: packed_attention(q, k, v, segments, window), gradient, q[:, :, positions], k, v
     )
     mask = visible((350, 150, 500), window)[positions]
     exact = [tensor.double() for tensor in (q[:, :, positions], k, v)]
-    expected = with_gradients(lambda *inputs: dense(*inputs, None, mask), gradient.double(), *exact)
+    expected = with_gradients(lambda q, k, v: dense(q, k, v, None, mask), gradient.double(), *exact)
     for actual, reference in zip(results, expected, strict=True):
         torch.testing.assert_close(actual.double(), reference, rtol=1e-4, atol=1e-5)
     assert not results[2][:, :, 350:500].any(), "keys that nothing sees have no gradient"
@@ -255,8 +256,9 @@ def stepped(length: int, window: int | None, attend: Callable[..., Tensor] | Non
     tokens = torch.arange(length)[None] % 32
     model = shape(context=length, hidden=32, heads=4, kv_heads=2, ffn=32, family="mistral", sliding_window=window)
     built = decoder(model, vocabulary=32)
-    for layer in built.model.layers if attend is not None else ():
-        layer.self_attn.attend = attend
+    for module in built.modules():
+        if isinstance(module, Attention) and attend is not None:
+            module.attend = attend  # type: ignore[method-assign]
     segments = of_lengths(*[length // 2, *[length // 8] * 4])
     with Recorder() as recorder:
         built(tokens, tokens.roll(-1, 1), segments, reduction="sum").backward()
@@ -283,7 +285,7 @@ def recorded(attention: Callable[..., Tensor], length: int) -> Recorder:
 @pytest.mark.parametrize("documents", [1, 4])
 def test_no_tensor_has_two_dimensions_of_the_sequence(documents: int, window: int | None) -> None:
     def attention(length: int) -> Callable[..., Tensor]:
-        return lambda *inputs: packed_attention(*inputs, of_lengths(*[length // documents] * documents), window)
+        return lambda q, k, v: packed_attention(q, k, v, of_lengths(*[length // documents] * documents), window)
 
     records = {length: recorded(attention(length), length) for length in (1024, 2048)}
     assert not [square for length, record in records.items() for square in record.squares(length // 2)]
@@ -315,14 +317,17 @@ def test_a_head_too_wide_for_the_flash_kernel_is_refused(monkeypatch: pytest.Mon
         packed_attention(q, q, q, of_lengths(8))
 
 
+ROW, ROWS = random(1, 2, 8, 4), random(2, 2, 8, 4)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: packed_attention(*[random(1, 2, 8, 4)] * 3, of_lengths(4)), "segments end at"),
-        (lambda: packed_attention(*[random(2, 2, 8, 4)] * 3, of_lengths(4, 8, 4)), "crosses rows"),
-        (lambda: packed_attention(random(1, 3, 8, 4), *[random(1, 2, 8, 4)] * 2, of_lengths(8)), "fit together"),
-        (lambda: packed_attention(*[random(1, 2, 8, 4)] * 2, random(1, 2, 8, 4).double(), of_lengths(8)), "one dtype"),
-        (lambda: packed_attention(*[random(1, 2, 8, 4)] * 3, of_lengths(8), None, torch.zeros(3)), "fit together"),
+        (lambda: packed_attention(ROW, ROW, ROW, of_lengths(4)), "segments end at"),
+        (lambda: packed_attention(ROWS, ROWS, ROWS, of_lengths(4, 8, 4)), "crosses rows"),
+        (lambda: packed_attention(random(1, 3, 8, 4), ROW, ROW, of_lengths(8)), "fit together"),
+        (lambda: packed_attention(ROW, ROW, ROW.double(), of_lengths(8)), "one dtype"),
+        (lambda: packed_attention(ROW, ROW, ROW, of_lengths(8), None, torch.zeros(3)), "fit together"),
         (lambda: Segments((0, 8), (0, 4)), "at least as many keys"),
         (lambda: Segments((0, 4, 8), (0, 8)), "begin both at 0"),
         (lambda: Segments((2, 8), (2, 8)), "begin both at 0"),

@@ -155,7 +155,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows_or_the_run() -> None:
         alone = with_gradients(attention, gradient[here], q[here], k[here], v[here])
         assert all(torch.equal(a[here], b) for a, b in zip(together, alone, strict=True))
     segments = Segments.of_rows(3, ROW)
-    expected = with_gradients(lambda *x: packed_attention(*x, segments, scale=0.2), gradient, q, k, v)
+    expected = with_gradients(lambda q, k, v: packed_attention(q, k, v, segments, scale=0.2), gradient, q, k, v)
     for actual, reference in zip(together, expected, strict=True):
         assert ((actual - reference).float().norm() / reference.float().norm()).item() < 1e-2
 

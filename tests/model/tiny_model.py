@@ -2,6 +2,7 @@
 
 import functools
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -39,7 +40,7 @@ def decoder(model: Model, vocabulary: int = 300, seed: int = 0) -> Decoder:
     return built
 
 
-def export(folder: Path, built: Decoder, **options: object) -> list[str]:
+def export(folder: Path, built: Decoder, **options: Any) -> list[str]:
     return write_hugging_face(
         folder,
         built.shape,

@@ -142,6 +142,7 @@ def distilled(student: Tensor, teacher: Tensor, targets: Tensor, top: int, tempe
         losses = -token_logprobs(student, eye, torch.cat((targets[..., None], theirs), -1))
     else:
         model = Decoder(Model(layers=1, hidden=8, heads=1, tie_embeddings=False), len(eye))
+        assert model.lm_head is not None
         model.temperature, model.lm_head.weight.data = temperature, eye
         losses = model.loss(student, torch.cat((targets[..., None], theirs), -1), "none")
     batch: Any = SimpleNamespace(targets=targets)
