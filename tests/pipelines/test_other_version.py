@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from click.testing import Result
 from rich.console import Console
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from holdfast.pipelines.backends.local import run as local_run
 from holdfast.pipelines.backends.local.run import LocalRun, identified, run_to_end
@@ -137,5 +136,6 @@ def test_the_generator_counts_for_runs_that_generate_and_no_version_for_scripts(
     script = {"data_plane_version": OLD, "spec": {"train": {"script": "train.py"}, "data": None}}
     assert not Maker.of(script).other_results
     assert f"data plane {OLD}" in Maker.of(script).in_words
-    for damaged in ({}, {"spec": []}, {"spec": {"data": 1}}):
+    all_damaged: tuple[dict[str, object], ...] = ({}, {"spec": []}, {"spec": {"data": 1}})
+    for damaged in all_damaged:
         assert Maker.of(damaged).in_words == ""

@@ -11,6 +11,7 @@ import time
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -213,7 +214,7 @@ class MemoryStore:
         """See `Store`."""
         check_prefix(prefix)
         while True:
-            page = self._request("list", prefix, lambda after=after: self.bucket.page(prefix, after, self._page))
+            page = self._request("list", prefix, partial(self.bucket.page, prefix, after, self._page))
             yield from page
             if len(page) < self._page:
                 return
@@ -228,7 +229,7 @@ class MemoryStore:
         for key in keys:
             check_key(key)
         for key in keys:  # not atomic, so one request per key
-            self._request("delete", key, lambda key=key: self.bucket.remove(key))
+            self._request("delete", key, partial(self.bucket.remove, key))
 
     def end_abandoned(self, folder: str, older_than: float = STALE_SECONDS) -> int:
         """See `Store`: no upload is ever unfinished here."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tests.protocol.world import World
+from tests.protocol.world import Actor, World
 
 
 class Thread:
@@ -57,7 +57,8 @@ class Condition:
     """
 
     def __init__(self, lock: Any = None) -> None:
-        self._world, self._owner, self._depth, self._calls = _world(), None, 0, 0
+        self._world, self._depth, self._calls = _world(), 0, 0
+        self._owner: Actor | None = None
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         """Acquire the lock."""
@@ -150,7 +151,7 @@ class Executor:
 
     def map(self, work: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         """The results in the order of the items. The first failure is raised at its place."""
-        waiting, results = list(enumerate(items)), {}
+        waiting, results = list(enumerate(items)), dict[int, tuple[Any, Exception | None]]()
         count = len(waiting)
         if _world().uninterrupted or count == 1:
             yield from [work(item) for _, item in waiting]

@@ -168,10 +168,10 @@ class Oracle:
         newest = max((other for writer, other in self.commits if writer == attempt), default=-1)
         self.require(step > newest, f"attempt {attempt} committed step {step} after step {newest}")
         self.commits.append((attempt, step))
-        for former in self.visible():
-            root = layout.checkpoint(RUN, former)
-            if self._writer[root] < attempt and former > self._base.get(attempt, 0):
-                self._void.add((self._writer[root], former))
+        for earlier in self.visible():
+            root = layout.checkpoint(RUN, earlier)
+            if self._writer[root] < attempt and earlier > self._base.get(attempt, 0):
+                self._void.add((self._writer[root], earlier))
                 del self.needs[root]
 
     def _require_fence(self, attempt: int, step: int) -> None:

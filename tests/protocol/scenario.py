@@ -211,7 +211,7 @@ class Run:
         while True:
             gang = self._start()
             patience = float("inf") if self.calm else world.random.choice((5.0, 60.0, 600.0))
-            world.wait(lambda gang=gang: self._ended(gang), patience)
+            world.wait(partial(self._ended, gang), patience)
             if gang.finished or self.refused:
                 break
             world.sleep(world.random.choice((0.0, 1.0, 20.0)))
@@ -225,7 +225,7 @@ class Run:
             self._thaw()
             world.wait(lambda: not self.network.under_way and not any(map(world.alive, self._processes())))
             last = self._start()
-            world.wait(lambda gang=last: self._ended(gang))
+            world.wait(partial(self._ended, last))
             if last.finished or self.refused:
                 return
         raise ViolationError("an undisturbed gang does not finish")
@@ -261,7 +261,7 @@ class Run:
         self.gangs.append(gang)
         self.world.note(f"gang {gang.number} of {size} starts")
         for rank, process in enumerate(processes):
-            self.world.spawn(process.name, lambda rank=rank: self._rank(gang, rank), process)
+            self.world.spawn(process.name, partial(self._rank, gang, rank), process)
         return gang
 
     def _rank(self, gang: GangRun, rank: int) -> None:

@@ -5,6 +5,7 @@ checkpoint is loaded.
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from itertools import count
 
 import pytest
@@ -19,10 +20,12 @@ from tests.protocol.states import blank, same, state, whole
 
 Damage = Callable[[bytes, int], bytes]
 
-FLIPS: dict[str, Damage] = {
-    f"bit {bit}": lambda data, at, bit=bit: data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
-    for bit in range(8)
-}
+
+def flipped(bit: int, data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+
+FLIPS: dict[str, Damage] = {f"bit {bit}": partial(flipped, bit) for bit in range(8)}
 OTHERS: dict[str, Damage] = {
     "cut": lambda data, at: data[:at],
     "zeros": lambda data, at: data[:at] + bytes(len(data) - at) if any(data[at:]) else b"",

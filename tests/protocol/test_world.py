@@ -6,7 +6,7 @@ from tests.protocol.world import START, Killed, Process, StuckError, World
 
 
 def test_actors_run_one_at_a_time_in_the_order_of_their_clocks() -> None:
-    world, events = World(0), []
+    world, events = World(0), list[object]()
 
     def actor(name: str, pause: float) -> None:
         for _ in range(3):
@@ -21,7 +21,7 @@ def test_actors_run_one_at_a_time_in_the_order_of_their_clocks() -> None:
 
 
 def test_a_waiting_actor_resumes_when_its_condition_holds_or_times_out() -> None:
-    world, box, results = World(0), [], []
+    world, box, results = World(0), list[int](), list[object]()
 
     def waiter() -> None:
         results.append((world.wait(lambda: bool(box), 100.0), world.now - START))
@@ -38,7 +38,7 @@ def test_a_waiting_actor_resumes_when_its_condition_holds_or_times_out() -> None
 
 
 def test_a_killed_process_ends_immediately_and_a_frozen_one_resumes_later() -> None:
-    world, events = World(0), []
+    world, events = World(0), list[object]()
     victim, frozen = Process("victim"), Process("frozen")
 
     def worker(name: str) -> None:

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -187,7 +188,7 @@ class RayCluster:
         end = time.monotonic() + 420
         while True:
             log = self._folder / f"node-{self._started.index(node)}.out"
-            until(lambda printed=log, node=node: "Ray runtime started" in printed.read_text() or not node.alive(), 180)
+            until(partial(_started_or_ended, node, log), 180)
             if node.alive():
                 return node
             assert GAVE_UP in log.read_text() and time.monotonic() < end, log.read_text()
@@ -215,6 +216,10 @@ class RayCluster:
         node = RayNode(process)
         self._started.append(node)
         return node
+
+
+def _started_or_ended(node: RayNode, log: Path) -> bool:
+    return "Ray runtime started" in log.read_text() or not node.alive()
 
 
 def _listens(port: int) -> bool:

@@ -31,6 +31,7 @@ from tests.checkpoint.breaking_store import Killed as Dead
 from tests.register.conftest import EXPORT, STEP, Finish, FinishIn
 from tests.tracking import made
 
+Fields = dict[str, str]
 OTHER = "1111222233334444"
 
 
@@ -310,7 +311,7 @@ def test_a_verdict_against_version_1_of_another_mlflow_does_not_promote(
     ],
 )
 def test_an_unblessed_or_incomplete_model_is_not_registered(
-    result: dict, verdict: dict, code: ExitCode, words: str, home: Path, store: Store, finish: Finish
+    result: Fields, verdict: Fields, code: ExitCode, words: str, home: Path, store: Store, finish: Finish
 ) -> None:
     finish(result=result, verdict=verdict)
     with pytest.raises(HoldfastError, match=words) as error:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def _of_store(
     from tests.train import ranks
 
     os.environ.update(address)
-    ranks.open_store = lambda url: open_store(url, deadline=deadline)  # type: ignore[assignment]
+    ranks.open_store = partial(open_store, deadline=deadline)
     return ranks._train_all(rank, size, url, folder, runs, False, signal.SIGTERM)
 
 

@@ -312,5 +312,5 @@ def _killed(rank: int, size: int, url: str, folder: Path, given: tuple[str, ...]
             os.kill(os.getpid(), signal.SIGKILL)
         return made
 
-    AnswerBatches._lot = counted  # type: ignore[method-assign]
+    AnswerBatches._lot = counted  # type: ignore[method-assign,assignment]
     ranks._train_all(rank, size, url, folder, [(given, "", None)], False, signal.SIGTERM)

@@ -69,7 +69,7 @@ def test_ranks_train_without_held_out_prompts(store: Store, tmp_path: Path) -> N
 def test_a_stopped_run_learns_from_the_same_answers(store: Store, tmp_path: Path) -> None:
     runs = [(overrides(*fields), salt, stop) for fields in VARIANTS for salt, stop in (("", None), ("cut", 1))]
     assert train_in_ranks(1, store.url, tmp_path / "first", runs) == ["", "PreemptedError"] * len(VARIANTS)
-    again = [(fields, salt, None) for fields, salt, stop in runs if stop]
+    again: Runs = [(fields, salt, None) for fields, salt, stop in runs if stop]
     assert train_in_ranks(1, store.url, tmp_path / "second", again) == [""] * len(VARIANTS)
     for fields in VARIANTS:
         spec = prompt_spec(*fields)
@@ -199,7 +199,7 @@ def test_a_rank_killed_anywhere_in_a_step_changes_no_bit(store: Store, tmp_path:
         in_ranks(1, _killed, store.url, tmp_path / place, place, seconds=400)
         before[place] = [record.lot for record in records_of_step(store, identity_of(spec, place), 3)]
     assert before == {"generation": [0], "between": [0, 1], "update": [0, 1]}
-    runs = [(overrides(), place, None) for place in PLACES]
+    runs: Runs = [(overrides(), place, None) for place in PLACES]
     assert train_in_ranks(1, store.url, tmp_path / "rest", runs) == [""] * 3
     for place in PLACES:
         assert trained(store, spec, place) == trained(store, spec)

@@ -26,8 +26,8 @@ def kubeflow(url: str) -> object:
     return server.ask(server.runs.run_service_list_runs)
 
 
-def registry(url: str) -> object:
-    return model_registry.ModelRegistry(url, "me").point("story", "1")
+def registry(url: str) -> None:
+    model_registry.ModelRegistry(url, "me").point("story", "1")
 
 
 CLIENTS: dict[str, Callable[[str], object]] = {

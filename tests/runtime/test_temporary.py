@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from holdfast.runtime.temporary import remove_abandoned, temporary_folder
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The parent of the temporary folders."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path

@@ -1,6 +1,7 @@
 """Scoring takes bounded memory: for logits, for activations, and no second copy of the weights."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +47,7 @@ def test_rows_pass_the_layers_in_batches_that_fit_the_memory_limit(monkeypatch: 
     built, shapes = decoder(shape()), []
     hidden = Decoder.hidden
 
-    def watched(self: Decoder, tokens: Tensor, *rest: Tensor | None) -> Tensor:
+    def watched(self: Decoder, tokens: Tensor, *rest: Any) -> Tensor:
         shapes.append(tuple(tokens.shape))
         return hidden(self, tokens, *rest)
 

@@ -26,7 +26,13 @@ def dataset(store: Store, tmp_path: Path) -> Dataset:
     return Dataset.open(store, world.DATASET, tmp_path / "cache")
 
 
-def targets(rows: list) -> list[int]:
+def id_of(tokenizer: Tokenizer, text: str = END) -> int:
+    token = tokenizer.token_to_id(text)
+    assert token is not None
+    return token
+
+
+def targets(rows: list[np.ndarray]) -> list[int]:
     return [token for batch in rows for row in batch for token in row[1:].tolist()]
 
 
@@ -34,7 +40,7 @@ def test_the_figures_are_those_of_the_definition(store: Store, dataset: Dataset)
     decoder = world.trained(5)
     rows = list(dataset.validation(32, 400))
     measured = score(decoder, rows, dataset.token_bytes(), document_masks=False)
-    nats = count = size = 0
+    nats, count, size = 0.0, 0, 0
     for row in np.concatenate(rows):
         logits = decoder(torch.from_numpy(row[None, :-1])).detach().double().log_softmax(-1)[0]
         nats -= sum(float(logits[place, token]) for place, token in enumerate(row[1:]))
@@ -81,7 +87,7 @@ def test_rows_of_two_sources_are_not_glued_together() -> None:
 def test_another_tokenizer_reads_the_same_text(dataset: Dataset, context: int) -> None:
     ours, theirs = (Tokenizer.from_str(tokenizer_json(size)) for size in (300, 270))
     rows = list(dataset.validation(32, 600))
-    retokenised = list(retokenise(rows, ours, ours.token_to_id(END), theirs, theirs.token_to_id(END), context))
+    retokenised = list(retokenise(rows, ours, id_of(ours), theirs, id_of(theirs), context))
     text = ours.decode(targets(rows), skip_special_tokens=False)
     assert theirs.decode(targets(retokenised), skip_special_tokens=False) == text
     sizes = [
@@ -94,7 +100,7 @@ def test_another_tokenizer_reads_the_same_text(dataset: Dataset, context: int) -
 
 def test_a_character_cut_in_two_is_left_out() -> None:
     tokenizer = Tokenizer.from_str(tokenizer_json(257))  # bytes only
-    end = tokenizer.token_to_id(END)
+    end = id_of(tokenizer)
     ids = tokenizer.encode("€uro €").ids
     # The first token is input only: the text begins and ends inside a character.
     rows = [np.array([[ids[0], *ids[1:-1]]])]
@@ -104,7 +110,7 @@ def test_a_character_cut_in_two_is_left_out() -> None:
 
 def test_a_text_of_which_nothing_is_left_is_no_text(store: Store, dataset: Dataset) -> None:
     tokenizer = Tokenizer.from_str(tokenizer_json(257))  # bytes only
-    end = tokenizer.token_to_id(END)
+    end = id_of(tokenizer)
     rows = [np.array([tokenizer.encode("€").ids[:2]])]  # one byte of a character
     retokenised = retokenise(rows, tokenizer, end, tokenizer, end, 100)
     with pytest.raises(DataError, match="hold out more"):
@@ -151,7 +157,7 @@ def test_bytes_prepended_by_a_tokenizer_do_not_count_as_text(way: str) -> None:
 def test_text_that_spells_a_special_token_of_another_tokenizer_stays_text() -> None:
     ours, theirs = Tokenizer.from_str(tokenizer_json(300)), Tokenizer.from_str(tokenizer_json(270))
     theirs.add_tokens(["<|EOT|>"])
-    end, their_end = ours.token_to_id(END), theirs.token_to_id("<|EOT|>")
+    end, their_end = id_of(ours), id_of(theirs, "<|EOT|>")
     theirs.add_special_tokens(["<|other|>"])
     text = "a <|EOT|> and <|other|>"
     rows = [np.array([[end, *ours.encode(text).ids, end]])]

@@ -135,8 +135,10 @@ def test_a_task_in_turns_asks_through_the_template(
 
 def test_how_the_model_is_asked_is_part_of_the_digest(tmp_path: Path) -> None:
     plain = bundle(tmp_path)
-    asked = [{}, {"chat_template": True}, {"chat_template": True, "system": "x"}, {"filter": "none"},
-             {"chat_template": True, "fewshot_as_multiturn": False}]  # fmt: skip
+    asked: list[dict[str, object]] = [
+        {}, {"chat_template": True}, {"chat_template": True, "system": "x"}, {"filter": "none"},
+        {"chat_template": True, "fewshot_as_multiturn": False},
+    ]  # fmt: skip
     assert len({find_task(plain.model_copy(update=changes)).digest for changes in asked}) == len(asked)
 
 

@@ -3,6 +3,7 @@
 import json
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,20 +19,20 @@ from holdfast.spec.errors import DataError, MissingError
 from holdfast.spec.operations import Task
 from tests.model.tiny_model import decoder, export, shape, tokenizer_json
 
-CHOICES = {
+CHOICES: dict[str, Any] = {
     "task": "continue", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "continue.jsonl"}},
     "test_split": "test", "output_type": "multiple_choice", "doc_to_text": "{{question}}",
     "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
     "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
 }  # fmt: skip
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"question": "the quick brown", "choices": [" fox", " dog", " äöü ß € over the lazy"], "answer": place % 3}
     | {"question": ("the quick " * (place % 9))[: -1 - place % 2] or "return"}
     for place in range(24)
 ]
 
 
-def write(folder: Path, config: dict[str, object], rows: list[dict[str, object]] = ROWS) -> Task:
+def write(folder: Path, config: dict[str, Any], rows: list[dict[str, Any]] = ROWS) -> Task:
     (folder / "continue.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "task.yaml").write_text(yaml.safe_dump(config))
     return Task(uri=f"{folder}/task.yaml")
@@ -67,7 +68,12 @@ def test_a_task_has_one_figure_from_local_files_and_runs_no_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands: list[object] = []  # of the library's description of the environment
-    monkeypatch.setattr(collect_env, "run", lambda command: commands.append(command) or (1, "", ""))
+
+    def run(command: object) -> tuple[int, str, str]:
+        commands.append(command)
+        return 1, "", ""
+
+    monkeypatch.setattr(collect_env, "run", run)
     built, tokenizer = decoder(shape(context=64)), Tokenizer.from_str(tokenizer_json())
     task = find_task(write(tmp_path, CHOICES))
     (score,) = score_tasks(built, tokenizer, [task])

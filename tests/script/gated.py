@@ -1,16 +1,23 @@
 """Examples of scripts and functions that wait at a step, and their runs on a backend of two nodes."""
 
+from __future__ import annotations
+
 import json
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdfast.checkpoint import list_attempts, read_manifest
 from holdfast.launch.launches import newest_launch
 from holdfast.store import open_store
 from tests.whole import small
 from tests.whole.submitting import Submitter, until
+
+if TYPE_CHECKING:
+    from tests.ray.place import Place as RayPlace
+    from tests.slurm.chain import Place as SlurmPlace
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "scripts"
@@ -115,7 +122,9 @@ def _variables(given: dict[str, str]) -> str:
     return json.dumps({"GLOO_SOCKET_IFNAME": "lo", **given})
 
 
-def ends_like_a_local_run(place: Submitter, code: Script | Plugins, strike: Callable[[str], object]) -> None:
+def ends_like_a_local_run(
+    place: RayPlace | SlurmPlace, code: Script | Plugins, strike: Callable[[str], object]
+) -> None:
     """Submit, have `strike` take the ranks of the run away once step 20 is saved, and compare the result with that of
     an undisturbed run on this machine."""
     run = str(place.submit()["run_id"])

@@ -427,7 +427,9 @@ def test_a_model_of_transformers_is_described_without_loading_it_and_loads_in_ml
     flavor = yaml.safe_load(store.get(f"{export}MLmodel"))["flavors"]["transformers"]
     assert (flavor["task"], flavor["pipeline_model_type"]) == ("text-generation", "LlamaForCausalLM")
     pipeline = mlflow.transformers.load_model(uri)
-    weights = load_file(store.local_path(f"{export}model.safetensors"))
+    file = store.local_path(f"{export}model.safetensors")
+    assert file is not None
+    weights = load_file(file)
     assert torch.equal(pipeline.model.model.norm.weight.cpu(), weights["model.norm.weight"])
     assert pipeline("the quick", max_new_tokens=3, do_sample=False)[0]["generated_text"].startswith("the quick")
 

@@ -23,6 +23,7 @@ from tests.seeds import FEW, in_full
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "scripts"
 STEPS = 7
+Ended = tuple[int, str, list[int], list[object]]  # step, digest, and the steps and losses of the history
 # Framework, example, its arguments, and the last step of its first epoch.
 CASES = [
     pytest.param("accelerate", "accelerate", [], 5, id="accelerate", marks=pytest.mark.slow),
@@ -61,9 +62,7 @@ def test_an_example_that_stops_and_resumes_has_the_bits_of_an_undisturbed_run(
     assert resumed == [calm, calm]
 
 
-def _runs(
-    rank: int, size: int, url: str, example: str, arguments: list[str], epoch: int
-) -> tuple[object, list[object]]:
+def _runs(rank: int, size: int, url: str, example: str, arguments: list[str], epoch: int) -> tuple[Ended, list[Ended]]:
     folder = EXAMPLES / example
     sys.path.insert(0, str(folder))
     sys.argv = ["train.py", str(STEPS), *arguments]
@@ -71,7 +70,7 @@ def _runs(
     def script() -> None:
         runpy.run_path(str(folder / "train.py"), run_name="__main__")
 
-    def ended(run: str) -> tuple[int, str, list[int], list[object]]:
+    def ended(run: str) -> Ended:
         rows = read_history(opened(url), run)
         return *digest_of_run(url, run), [row["step"] for row in rows], [row["loss"] for row in rows]
 

@@ -25,6 +25,9 @@ def store(tmp_path: Path) -> Store:
 class Small(nn.Module):
     """Two layers with tied weights, buffers of dtypes that the format lacks, and state beyond tensors."""
 
+    seen: torch.Tensor
+    counts: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(6, 6, bias=False), nn.Linear(6, 5)
@@ -58,7 +61,7 @@ class Script:
             wrap(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
-        self.ema = {"loss": 0.0, "seen": [], "mean": torch.zeros(3)}
+        self.ema: dict[str, Any] = {"loss": 0.0, "seen": [], "mean": torch.zeros(3)}
 
     def state(self, gang: Gang, **per_rank: Any) -> ScriptState:
         """All state, as `session.restore` takes it."""
@@ -114,7 +117,7 @@ def test_a_state_comes_back_whole_and_training_continues_bit_for_bit(store: Stor
 class Nested(torch.optim.SGD):
     """An optimizer with tensors in lists and dictionaries of a parameter's state."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         super().step(closure)
         for parameter in self.param_groups[0]["params"]:
             kept = self.state[parameter].setdefault("kept", {"norms": [], "both": (torch.ones(2), 3)})
@@ -122,7 +125,7 @@ class Nested(torch.optim.SGD):
 
 
 def test_tensors_within_the_state_of_an_optimizer_come_back(store: Store) -> None:
-    def made() -> tuple[nn.Module, Nested]:
+    def made() -> tuple[nn.Linear, Nested]:
         model = nn.Linear(2, 2)
         return model, Nested(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -184,7 +187,7 @@ def _sharded(rank: int, size: int, url: str, meeting: Path, expected: int) -> st
     with process_group(meeting, rank, size):
         gang = Gang()
 
-        def shard(model: nn.Module) -> None:
+        def shard(model: Small) -> None:
             fully_shard(model.second)
             fully_shard(model)
 
@@ -285,6 +288,6 @@ def test_a_parameter_that_appears_between_saves_is_refused() -> None:
 def test_a_parameter_that_vanishes_between_saves_is_refused() -> None:
     model = nn.Linear(2, 2)
     state = ScriptState({"model": model}, {}, Gang())
-    model.bias = None
+    model.bias = None  # type: ignore[assignment]
     with pytest.raises(StateError, match=r"the tensors of model are not those of session\.restore: model/bias"):
         state.live()

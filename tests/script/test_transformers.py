@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,14 +43,14 @@ def _runs(rank: int, size: int, url: str, folder: Path) -> list[tuple[tuple[int,
 
 def _train(stop: int, totals: list[int]) -> None:
     """Train as the example does, and ask to leave one step before `stop`, after which all ranks agree."""
-    from mine import Sequences, masked, tiny_model
+    from mine import Sequences, masked, tiny_model  # type: ignore[import-not-found]
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import ExportableState
 
     import holdfast.integrations.transformers as hold
 
     class Stop(TrainerCallback):
-        def on_step_begin(self, args: object, state: object, control: object, **_: object) -> None:
+        def on_step_begin(self, args: object, state: Any, control: object, **_: object) -> None:
             if state.global_step == stop - 2:
                 ask_to_leave()
 

@@ -84,13 +84,14 @@ class Handle:
     def result(self) -> dict[str, Any]:
         part = self.execution.part
         until = int(pause_of(self.execution) or 8)
-        return {
+        results: dict[str, dict[str, Any]] = {
             "preprocess": {"dataset_id": "d"},
             "train": {"run_id": f"run-{part}", "step": until, "loss": LOSSES.get(part)},
             "evaluate": {"word": "blessed", "metrics": {"loss": LOSSES.get(part)}},
             "compare": {"word": "blessed", "winner": "run-2", "changes": ["training.seed=1"]},
             "register": {"version": "1"},
-        }.get(self.execution.step, {})
+        }
+        return results.get(self.execution.step, {})
 
     def stop(self, *, force: bool) -> None: ...
 

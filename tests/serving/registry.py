@@ -12,7 +12,7 @@ from tests.http_server import QuietHandler, running
 
 ROOT = "/api/model_registry/v1alpha3/"
 Entry = dict[str, Any]
-_BASE = {"customProperties": dict, "description": str, "externalId": str}
+_BASE: dict[str, type] = {"customProperties": dict, "description": str, "externalId": str}
 _MODEL = _BASE | {"owner": str, "state": str, "readme": str, "maturity": str, "language": list, "tasks": list,
                   "provider": str, "logo": str, "license": str, "licenseLink": str, "libraryName": str}  # fmt: skip
 _VERSION = _BASE | {"state": str, "author": str}

@@ -8,10 +8,10 @@ import pytest
 from holdfast.serving import model_registry
 from holdfast.serving.model_registry import ModelRegistry, RefusedError
 from holdfast.spec.errors import AccessDeniedError, ClusterUnreachableError
-from tests.serving.registry import Registry, refusal
+from tests.serving.registry import Entry, Registry, refusal
 
 SOURCE = "s3://bucket/prefix/runs/r/export/step-000000008/"
-PROPERTIES = {"run_id": "fedcba9876543210", "loss": 1.25}
+PROPERTIES: dict[str, str | float] = {"run_id": "fedcba9876543210", "loss": 1.25}
 
 
 @pytest.fixture
@@ -54,11 +54,11 @@ def test_entered_again_nothing_is_made_and_what_people_wrote_stays(registry: Reg
 @pytest.mark.parametrize("lost", range(3))
 def test_an_answer_that_is_lost_after_the_entry_was_made_makes_no_second_one(registry: Registry, lost: int) -> None:
     """The request is sent again and finds its own effect."""
-    replies = 0
+    replies, whole = 0, registry.answer
 
-    def answer(method: str, *rest: object, whole=registry.answer):
+    def answer(method: str, path: str, body: Entry | None, authorization: str) -> tuple[int, Entry]:
         nonlocal replies
-        reply = whole(method, *rest)
+        reply = whole(method, path, body, authorization)
         if method == "POST" and reply[0] == 201:
             if replies == lost:
                 registry.lost.append("POST")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -27,10 +28,10 @@ class Cluster:
     namespace = "models"
 
     def __init__(self) -> None:
-        self.applied: list[dict] = []
+        self.applied: list[dict[str, Any]] = []
         self.away = False
 
-    def apply(self, _: object, body: dict, manager: str) -> dict:
+    def apply(self, _: object, body: dict[str, Any], manager: str) -> dict[str, Any]:
         assert manager == "holdfast"
         if self.away:
             raise AccessDeniedError("no")

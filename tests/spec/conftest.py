@@ -9,6 +9,7 @@ import pytest
 
 from holdfast.spec import Problem, Spec, SpecError, parse_spec, strict_yaml
 
+Refused = Callable[..., list[Problem]]
 RIGHT: dict[str, Any] = {"name": "small", "data": {"sources": [{"uri": "corpus/*.txt"}]}}
 
 
@@ -30,7 +31,7 @@ def text_with(**changes: object) -> str:
 
 
 @pytest.fixture
-def refused() -> Callable[..., list[Problem]]:
+def refused() -> Refused:
     """The problems for which a spec is refused."""
 
     def refuse(text: str | None = None, overrides: tuple[str, ...] = (), **changes: object) -> list[Problem]:

@@ -4,6 +4,7 @@ import re
 from typing import Any, Literal, get_args, get_origin
 
 import pytest
+from pydantic.fields import FieldInfo
 
 from holdfast.scoring import settings_key
 from holdfast.spec import ExitCode, HoldfastError, Spec, digest, errors, run_id
@@ -17,7 +18,7 @@ from holdfast.spec.schema import identity_of
 ONE_VALUE = ("version",)  # leaves with only one possible value
 
 
-def other_value(info, value: object, avoid: tuple[object, ...] = ()) -> object:
+def other_value(info: FieldInfo, value: object, avoid: tuple[object, ...] = ()) -> object:
     """Another value that the field accepts on its own."""
     kinds = [kind for kind in (get_args(info.annotation) or (info.annotation,)) if kind is not type(None)]
     kind = info.annotation if get_origin(info.annotation) in (Literal, tuple, dict) else kinds[0]
@@ -231,7 +232,12 @@ def test_an_id_stays_what_it_is_from_version_to_version() -> None:
 
 def test_a_new_field_keeps_the_ids_of_earlier_runs(monkeypatch: pytest.MonkeyPatch, spec: Spec) -> None:
     digested: list[Any] = []
-    monkeypatch.setattr("holdfast.spec.identity.digest", lambda value: str(digested.append(value)))
+
+    def record(value: Any) -> str:
+        digested.append(value)
+        return "0"
+
+    monkeypatch.setattr("holdfast.spec.identity.digest", record)
     run_id(spec, "d")
     assert "kind" not in digested[0]["spec"]["training"]["optimizer"]
 

@@ -4,7 +4,7 @@ import pytest
 
 from holdfast.spec import parse_spec
 from holdfast.spec.errors import Problem, SpecError
-from tests.spec.conftest import text_with
+from tests.spec.conftest import Refused, text_with
 from tests.spec.rule_cases import BY_RULE
 
 
@@ -12,7 +12,7 @@ from tests.spec.rule_cases import BY_RULE
     ("changes", "field", "value", "remedy"), [case[1:] for case in BY_RULE], ids=[c[0] for c in BY_RULE]
 )
 def test_a_combination_that_cannot_work_is_refused_with_the_remedy(
-    refused, changes: dict[str, object], field: str, value: object, remedy: str
+    refused: Refused, changes: dict[str, object], field: str, value: object, remedy: str
 ) -> None:
     problems = [problem for problem in refused(**changes) if problem.field == field and remedy in problem.remedy]
     assert [problem.value for problem in problems] == [value]
@@ -27,7 +27,7 @@ def test_a_combination_that_cannot_work_is_refused_with_the_remedy(
         if case[0] in ("batch", "batch of ranks", "width", "nearest width", "odd heads", "kv heads", "warm-up")
     ],
 )
-def test_the_number_that_a_remedy_names_is_accepted(refused, changes: dict[str, object]) -> None:
+def test_the_number_that_a_remedy_names_is_accepted(refused: Refused, changes: dict[str, object]) -> None:
     (problem,) = refused(**changes)
     number = int("".join(c if c.isdigit() else " " for c in problem.remedy).split()[0])
     parse_spec(text_with(**{**changes, problem.field: number}))
@@ -69,7 +69,7 @@ def test_valid_expert_settings_are_accepted(changes: dict[str, object]) -> None:
     parse_spec(text_with(**changes))
 
 
-def test_a_field_that_is_left_to_the_planner_has_one_remedy(refused) -> None:
+def test_a_field_that_is_left_to_the_planner_has_one_remedy(refused: Refused) -> None:
     (problem,) = refused(**{"parallel.auto": True, "parallel.offload_path": "/nvme"})
     assert problem.field == "parallel.offload_path"
 
@@ -84,7 +84,7 @@ def test_globs_are_no_secret(uri: str) -> None:
     parse_spec(text_with(**{"data.sources.0.uri": uri}))
 
 
-def test_all_problems_are_reported_together_in_the_order_of_the_rules(refused) -> None:
+def test_all_problems_are_reported_together_in_the_order_of_the_rules(refused: Refused) -> None:
     problems = refused(
         **{
             "schedule.timezone": "x",

@@ -49,7 +49,9 @@ def test_the_schema_file_is_up_to_date_and_names_where_it_is_published() -> None
      {"data.sources": []}, {"data.sources.0": {}}, {"training.compile": 3}],
     ids=str,
 )  # fmt: skip
-def test_the_schema_refuses_values_that_the_models_refuse(validator: jsonschema.Draft202012Validator, changes) -> None:
+def test_the_schema_refuses_values_that_the_models_refuse(
+    validator: jsonschema.Draft202012Validator, changes: dict[str, object]
+) -> None:
     text = text_with(**changes)
     with pytest.raises(SpecError):
         parse_spec(text)

@@ -130,7 +130,7 @@ def test_a_lost_connection_ends_the_ranks_of_its_machine(tmp_path: Path) -> None
 class stopped_when:  # noqa: N801 - reads as a statement
     """Call a function in a thread once a condition holds."""
 
-    def __init__(self, act: Callable[[], None], condition: Callable[[], bool]) -> None:
+    def __init__(self, act: Callable[[], object], condition: Callable[[], bool]) -> None:
         self._thread = threading.Thread(target=lambda: (until(condition, 120), act()))
 
     def __enter__(self) -> None:

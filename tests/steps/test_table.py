@@ -5,8 +5,8 @@ from importlib import import_module
 
 import pytest
 
-from holdfast.pipelines.table import EDGES, FAN_OUT_EDGES, SCHEDULED_START, steps_from
-from holdfast.steps import PARAMETERS, STEPS, producer_of
+from holdfast.pipelines.table import EDGES, FAN_OUT_EDGES, SCHEDULED_START, Edge, steps_from
+from holdfast.steps import PARAMETERS, STEPS, Step, producer_of
 from holdfast.steps.outcomes import EXIT_HANDLER
 
 
@@ -16,7 +16,7 @@ def test_every_step_is_on_the_way_or_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("edges", [EDGES, FAN_OUT_EDGES], ids=["one", "many"])
-def test_an_input_is_a_parameter_of_the_dag_or_an_output_of_an_earlier_step(edges) -> None:
+def test_an_input_is_a_parameter_of_the_dag_or_an_output_of_an_earlier_step(edges: tuple[Edge, ...]) -> None:
     before: set[str] = set()
     for name in steps_from(SCHEDULED_START, edges):
         step = STEPS[name]
@@ -38,7 +38,7 @@ def test_a_condition_compares_an_outcome() -> None:
 @pytest.mark.parametrize(
     "step", [step for step in STEPS.values() if step.name != EXIT_HANDLER], ids=lambda one: one.name
 )
-def test_the_body_of_a_step_takes_the_inputs_of_the_table(step) -> None:
+def test_the_body_of_a_step_takes_the_inputs_of_the_table(step: Step) -> None:
     body = import_module(f"holdfast.components.{step.name}.__main__").body
     assert {*inspect.signature(body).parameters} == {
         "spec",

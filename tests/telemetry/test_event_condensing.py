@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,8 +137,9 @@ def test_last_events_of_a_process_are_not_merged_with_later_ones() -> None:
         TimeSpent.model_validate({**fields, "step": step, "time": float(step), "number": step, "last": step == 2})
         for step in (1, 2, 3)
     ]
-    assert [event.step for event in condense(events)] == [2, 3]
-    assert sum(sum(event.seconds.values()) for event in condense(events) if isinstance(event, TimeSpent)) == 3.0
+    condensed: list[Any] = [*condense(events)]
+    assert [event.step for event in condensed] == [2, 3]
+    assert sum(sum(event.seconds.values()) for event in condensed) == 3.0
 
 
 @pytest.mark.parametrize("field", ["time", "seconds_left", "loss"])

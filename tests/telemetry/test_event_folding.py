@@ -121,7 +121,7 @@ def test_a_fold_that_dies_anywhere_loses_no_event(store: Store, clock: Clock, ki
     while True:
         breaking = BreakingStore(store, position, kill=kill)
         try:
-            fold_events(breaking, RUN)  # type: ignore[arg-type]
+            fold_events(breaking, RUN)
         except (Killed, Exception):  # noqa: BLE001 - any error of the store
             assert texts(read_events(store, RUN)) == before
             position += FOLD // 2 if 1 < position < FOLD else 1
@@ -137,7 +137,7 @@ def test_a_concurrent_reader_and_writer_lose_no_event_during_a_fold(store: Store
         launches(store, 0, FOLD)
         clock.now += QUIET_SECONDS
         write(store, 999, range(1, 2))
-        expected, folds = {*texts(read_events(store, RUN))}, []
+        expected, folds = {*texts(read_events(store, RUN))}, list[int]()
 
         def fold(operation: str, _key: str, when: str = point, done: list[int] = folds) -> None:
             if operation == when and not done:
@@ -145,7 +145,7 @@ def test_a_concurrent_reader_and_writer_lose_no_event_during_a_fold(store: Store
                 fold_events(store, RUN)
 
         reading = BreakingStore(store, kill=False, before=fold)
-        assert {*texts(read_events(reading, RUN))} == expected, point  # type: ignore[arg-type]
+        assert {*texts(read_events(reading, RUN))} == expected, point
 
         for key in names(store):
             store.delete(key)
@@ -160,7 +160,7 @@ def test_a_concurrent_reader_and_writer_lose_no_event_during_a_fold(store: Store
                 write(store, 5, range(3, 7), segment=1)
 
         folding = BreakingStore(store, kill=False, before=grow)
-        fold_events(folding, RUN)  # type: ignore[arg-type]
+        fold_events(folding, RUN)
         present = {*texts(read_events(store, RUN))}
         lost = {*expected, "5.5", "5.6"} - present if grown else expected - present
         assert not lost or point == "delete_many", (point, lost)  # their writer still has them, and writes them again

@@ -133,7 +133,7 @@ def test_a_fold_that_dies_anywhere_loses_no_row_and_is_finished_by_the_next(stor
     while True:
         breaking = BreakingStore(store, position, kill=kill)
         try:
-            fold_history(breaking, RUN, 2)  # type: ignore[arg-type]
+            fold_history(breaking, RUN, 2)
         except (Killed, Exception):  # noqa: BLE001 - any error of the store
             assert read_history(store, RUN) == before
             position += 1
@@ -162,10 +162,10 @@ def test_concurrent_folds_and_a_reader_see_every_history_row_once(store: Store) 
 
         breaking = BreakingStore(store, kill=False, before=meanwhile)
         if position % 2:
-            fold_history(breaking, RUN, 2)  # type: ignore[arg-type]
+            fold_history(breaking, RUN, 2)
             history = read_history(store, RUN)
         else:
-            history = read_history(breaking, RUN)  # type: ignore[arg-type]
+            history = read_history(breaking, RUN)
         assert history == before, position
         fold_history(store, RUN, 2)
         assert read_history(store, RUN) == before
@@ -177,7 +177,7 @@ def test_the_history_of_very_many_attempts_needs_one_listing(store: Store) -> No
     commit(store, RUN, 30, [(attempt - 1, attempt) for attempt in range(1, 31)])
     requests: list[str] = []
     watched = BreakingStore(store, kill=False, before=lambda operation, key: requests.append(f"{operation} {key}"))
-    rows = read_history(watched, RUN)  # type: ignore[arg-type]
+    rows = read_history(watched, RUN)
     assert [(row["step"], row["loss"]) for row in rows] == [(step, float(step)) for step in range(1, 31)]
     assert sum(request.startswith("list") and "metrics" in request for request in requests) == 1
 
@@ -185,7 +185,7 @@ def test_the_history_of_very_many_attempts_needs_one_listing(store: Store) -> No
 def test_a_follower_reads_only_what_is_new_and_has_the_rows_of_a_fresh_reading(store: Store) -> None:
     read_keys: list[str] = []
     watched = BreakingStore(store, kill=False, before=lambda operation, key: read_keys.append(f"{operation} {key}"))
-    follower = HistoryFollower(watched, RUN)  # type: ignore[arg-type]
+    follower = HistoryFollower(watched, RUN)
     assert follower.read() == []
     many(store, FOLD - 1)
     commit(store, RUN, 2 * (FOLD - 1))

@@ -192,4 +192,4 @@ def test_a_gang_that_forms_again_within_a_launch_is_another_attempt_of_it() -> N
     ]
     (save, first) = spans([*events, *second_begin])
     assert (save.name, first.name, first.end, first.error) == ("save", "attempt 1", 31.0, "")
-    assert ExitCode.OK == 0
+    assert int(ExitCode.OK) == 0

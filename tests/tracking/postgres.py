@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ def cluster() -> Iterator[str]:
     if not programs_found:
         pytest.skip("PostgreSQL is not installed here (Debian: postgresql)")
     programs = programs_found[0].resolve().parent
-    user = {}
+    user: dict[str, Any] = {}
     if os.getuid() == 0:  # PostgreSQL refuses to run as root
         name = next((account.pw_name for account in pwd.getpwall() if account.pw_name in ("postgres", "nobody")), None)
         if name is None:

@@ -120,7 +120,7 @@ def test_trackio_has_each_row_once_after_ten_kills(store: Store, tmp_path: Path)
         run_copier(store, "trackio", points=1 + kill % 2)
     run_copier(store, "trackio")
     rows = trackio_rows(tmp_path)
-    found = [
+    found: list[object] = [
         (row["step"], datetime.fromisoformat(row["timestamp"]).timestamp(), [row[key] for key in made.KEYS])
         for row in rows
     ]

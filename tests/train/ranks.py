@@ -52,7 +52,7 @@ def join(folder: Path, rank: int, size: int, always: bool) -> None:
     )  # fmt: skip
     if size > 1 or always:
         dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=size)
-    rank_setup.join_gang = lambda *_, **__: None  # type: ignore[assignment]
+    rank_setup.join_gang = lambda *_, **__: None
 
 
 def started(spec: Assignment, end: int = 0) -> Engine:
@@ -108,6 +108,7 @@ def _train_all(
         identity = identity_of(spec, salt)
         launched = launch(store, spec, salt, replan=replan, pause_at=pause_at) if rank == 0 else None
         launch_number = gang.broadcast(launched, int | None)
+        assert launch_number is not None
         leave = PreemptionSignal()
         leave.listen()
         stopper = Stopper(stop_after if rank == 0 else None, number)

@@ -103,7 +103,7 @@ def merged(overrides: tuple[str, ...], lora: Lora, adapters: dict[str, Tensor]) 
 @pytest.mark.parametrize("base", ["fp32", "bf16", "nf4"])
 @pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
 def test_adapted_experts_compute_and_learn_what_their_merged_model_does(overrides: tuple[str, ...], base: str) -> None:
-    lora = Lora(rank=RANK, alpha=12, base=base, targets=TARGETS)  # type: ignore[arg-type]
+    lora = Lora(rank=RANK, alpha=12, base=base, targets=TARGETS)
     adapters, rows = random_adapters(overrides, lora), global_batch(0, ignored=False)
     ours, whole = adapted(overrides, lora, adapters), merged(overrides, lora, adapters)
     losses = [decoder(rows[:, :-1], rows[:, 1:]) for decoder in (ours, whole)]
@@ -238,8 +238,8 @@ def train_all(tmp_path: Path, bases: dict[tuple[str, ...], str], names: Sequence
     for name, overrides in fields.items():
         single = settings(bases, *LAYOUTS[name][0])
         require_close(column(store, overrides, name), column(store, single, "one"))
-        norms = (column(store, *run, "grad_norm")[:1] for run in ((overrides, name), (single, "one")))
-        require_close(*norms)
+        found, expected = (column(store, *run, "grad_norm")[:1] for run in ((overrides, name), (single, "one")))
+        require_close(found, expected)
         if "elastic" in " ".join(overrides):
             assert trained(store, tiny_spec(*overrides), name) == trained(store, tiny_spec(*single), "one")
     assert trained(store, tiny_spec(*first), "stopped") == trained(store, tiny_spec(*first), names[0])

@@ -60,7 +60,7 @@ def plant(rank: int, size: int, url: str, folder: Path, runs: Runs, killed_after
             (gradient.to_local() if hasattr(gradient, "to_local") else gradient).fill_(math.inf)
         return loss * 100 if torch.initial_seed() == stream_seed(0, "step", SPIKE) else loss
 
-    TorchEngine._forward_backward = planted  # type: ignore[method-assign]
+    TorchEngine._forward_backward = planted  # type: ignore[method-assign,assignment]
     os.environ[PIPE] = str(folder) + ".events"
     if rank == 0 and killed_after is not None:
         logging.getLogger("holdfast.train").addHandler(_Killer(killed_after))
@@ -237,9 +237,12 @@ def test_anomaly_state_is_restored_from_its_scalars() -> None:
 
 def test_a_rewind_restores_the_newest_multiple_and_discards_later_steps() -> None:
     rewinds: list[int] = []
-    anomalies = Anomalies(
-        Settings(action="rewind", rewind_steps=4), torch.device("cpu"), go_back=lambda step: rewinds.append(step) or {}
-    )
+
+    def go_back(step: int) -> dict[str, float]:
+        rewinds.append(step)
+        return {}
+
+    anomalies = Anomalies(Settings(action="rewind", rewind_steps=4), torch.device("cpu"), go_back=go_back)
     for step in range(8):
         anomalies.begin_step(step)
         is_held = anomalies.judge(torch.tensor(math.nan if step == 6 else 1.0), torch.tensor(1.0))

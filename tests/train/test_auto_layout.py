@@ -121,6 +121,7 @@ def test_ranks_that_run_out_of_memory_end_with_a_code_and_the_plan_that_follows(
     assert error.value.exit_code == ExitCode.OUT_OF_MEMORY
     (ending,) = read_exits(store, run_id(spec, DATASET_ID)).values()
     assert ending.code == ExitCode.OUT_OF_MEMORY
+    assert ending.next_plan is not None
     next_spec = tiny_spec(
         *wide, "parallel.processes=2", *(f"{name}={value}" for name, value in ending.next_plan.items())
     )

@@ -170,7 +170,8 @@ def _engine_steps(spec: Assignment, rank: int, size: int) -> Seen:
 def _plain_steps(spec: Spec, rank: int, size: int) -> Seen:
     decoder, kind = Decoder(spec.model, VOCABULARY), spec.training.gradient_compression
     initialise(decoder, spec.training.seed)
-    replica, hook = decoder, PowerSGDState(None, spec.training.powersgd_rank, 2, orthogonalization_epsilon=1e-8)
+    replica: torch.nn.Module = decoder
+    hook = PowerSGDState(None, spec.training.powersgd_rank, 2, orthogonalization_epsilon=1e-8)
     hook.iter = 2
     if kind == "powersgd":
         replica = DistributedDataParallel(decoder, gradient_as_bucket_view=True)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from holdfast.checkpoint import read_manifest
-from holdfast.engines.grid import Grid, PartialSums, root
+from holdfast.engines.grid import Grid, Node, PartialSums, root
 from holdfast.engines.torch.elastic import GradientSums, _Bucket
 from holdfast.spec.errors import SpecError
 from holdfast.store import open_store
@@ -44,7 +44,7 @@ def test_the_grains_are_dealt_once_and_nearly_equally() -> None:
 def test_the_sum_is_the_same_tree_at_every_number_of_ranks() -> None:
     for grid in ALL_GRIDS:
         leaves = values(grid.grains)
-        sums = {}
+        sums: dict[Node, torch.Tensor] = {}
         for rank in range(grid.ranks):
             partial = PartialSums(grid.share(rank).start)
             for grain in grid.share(rank):
@@ -107,7 +107,7 @@ def _exchange(rank: int, size: int, folder: Path) -> tuple[bool, bool, float, fl
             time.sleep(0.01)
         return found
 
-    _Bucket.meet = meet  # type: ignore[method-assign]
+    _Bucket.meet = meet  # type: ignore[method-assign,assignment]
     before, whole = _bytes_of_tensors(), 4 * sum(SIZES)
     for _ in range(2):
         for parameter in parameters:

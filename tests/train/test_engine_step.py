@@ -1,6 +1,7 @@
 """One step of the torch engine: the state after a step that is held back, and the reported loss of any layout."""
 
 from datetime import timedelta
+from itertools import repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,7 +96,7 @@ def test_collectives_of_all_groups_use_the_timeout_of_the_spec(tmp_path: Path, m
     spec = tiny_assignment("training.determinism=elastic", "cluster.collective_timeout_minutes=42")
     try:
         meet(spec, PreemptionSignal())
-        groups = (dist.group.WORLD, init_device_mesh("cpu", (1,)).get_group(), dist.new_group([0]))
+        groups: tuple[Any, ...] = (dist.group.WORLD, init_device_mesh("cpu", (1,)).get_group(), dist.new_group([0]))
         waits = [group._get_backend(torch.device("cpu")).options._timeout for group in groups]
     finally:
         dist.destroy_process_group()
@@ -166,7 +167,7 @@ def test_a_shard_of_gradients_is_the_sum_of_the_grains_alone_where_the_last_roun
     group: Any = None
     for grid in ALL_GRIDS:
         leaves = [*values(grid.grains), *[torch.full((64,), 1e30)] * (grid.ranks * grid.rounds - grid.grains)]
-        reduce, output = TreeReduceScatter(lambda grid=grid: grid), torch.zeros(64)
+        reduce, output = TreeReduceScatter(repeat(grid).__next__), torch.zeros(64)
         for _ in range(2):  # the second step begins like the first one
             for number in range(grid.rounds):
                 received.append(torch.cat(leaves[number * grid.ranks : (number + 1) * grid.ranks]))

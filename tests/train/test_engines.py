@@ -142,7 +142,8 @@ def test_a_state_in_the_memory_of_the_host_has_the_bits_of_one_that_is_not_but_f
     unclipped: Runs = [((*fields, "training.clip_norm=null"), name, None) for name, fields in every.items()]
     ends = ("zero2 optimizer", "zero3 parameters", "fsdp parameters")
     clipped: Runs = [(every[name], name, None) for name in ("zero2", "zero3", "fsdp", *ends)]
-    stopped: Runs = [(away[name], f"{name} stopped", 4) for name in ends] + [(on_device["zero3"], "zero3 stopped", 4)]
+    stopped: Runs = [(away[name], f"{name} stopped", 4) for name in ends]
+    stopped.append((on_device["zero3"], "zero3 stopped", 4))
     endings = train_in_ranks(2, store.url, tmp_path / "first", unclipped + clipped + stopped)
     assert endings == [""] * (len(every) + 6) + ["PreemptedError"] * 4
     resumed: Runs = [(away[name], f"{name} stopped", None) for name in ends]
@@ -181,7 +182,12 @@ def _places(rank: int, size: int, folder: Path) -> tuple[object, ...]:
     join(folder, rank, size, always=True)
     places: list[object] = []
     pinned: list[torch.Tensor] = []  # without an accelerator, torch cannot pin memory
-    torch.Tensor.pin_memory = lambda tensor, *_: pinned.append(tensor) or tensor  # type: ignore[assignment]
+
+    def pin(tensor: torch.Tensor, *_: object) -> torch.Tensor:
+        pinned.append(tensor)
+        return tensor
+
+    torch.Tensor.pin_memory = pin  # type: ignore[method-assign,assignment]
     for offload in ("none", "parameters"):
         spec = tiny_spec(*overrides("fsdp", processes=size), f"parallel.offload={offload}")
         decoder, mesh = Decoder.empty(spec.model, VOCABULARY, "meta"), Mesh.of(spec.parallel, size)

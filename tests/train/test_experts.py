@@ -118,8 +118,8 @@ def train_all(tmp_path: Path, layouts: dict[str, tuple[tuple[str, ...], tuple[st
         single, fields = overrides_of(*model, processes=1), overrides_of(*model, *layout)
         last_place = 2.0**-9 if "bf16" in name else 2.0**-24
         require_close(column(store, fields, name), column(store, single, "one"), last_place)
-        norms = (column(store, overrides, salt, "grad_norm") for overrides, salt in ((fields, name), (single, "one")))
-        require_close(*(norm[:1] for norm in norms), last_place)
+        found, expected = (column(store, *run, "grad_norm")[:1] for run in ((fields, name), (single, "one")))
+        require_close(found, expected, last_place)
     for name in stopped:
         spec = tiny_spec(*overrides_of(*layouts[name][0], *layouts[name][1]))
         assert trained(store, spec, f"{name} stopped") == trained(store, spec, name)
@@ -281,12 +281,13 @@ def test_overloaded_experts_get_a_lower_bias_also_with_activation_checkpointing(
 
     model = decoder(shape(family="dots1", experts=4, ffn=24, routing={"shared": 1, "balance": "bias"}))
     balance = Balance([model], Routing(balance="bias", bias_step=0.25))
-    for layer in model.model.layers:
+    layers: Any = model.model.layers
+    for layer in layers:
         recompute(layer, "full")
     tokens = torch.arange(66).view(2, 33) * 7 % 300
     for _ in range(2):  # micro-batches of one step
         model(tokens[:, :-1], tokens[:, 1:]).backward()
-    loads = [layer.mlp.gate.tokens_E.clone() for layer in model.model.layers]
+    loads = [layer.mlp.gate.tokens_E.clone() for layer in layers]
     balance.step()
     for (_, bias), tokens_E in zip(balance.state(), loads, strict=True):
         assert tokens_E.sum() == 2 * 64 * 2

@@ -51,7 +51,7 @@ def write_base(folder: Path, **tokenizer: Any) -> Path:
 
 
 def exported(store: Store, tmp_path: Path, base: Path, kind: str) -> Path:
-    chat = {"text": TEMPLATE, "kind": "chat"} if kind == "chat" else {}
+    chat: dict[str, Any] = {"text": TEMPLATE, "kind": "chat"} if kind == "chat" else {}
     write_dataset(store, packed=np.arange(1, 2000, dtype=np.uint32) % 250 if chat else None, **chat)
     tokenizer_fields = (
         "data.document_masks=true",

@@ -79,9 +79,9 @@ def test_two_ranks_train_each_family_as_one_does_in_every_layout(tmp_path: Path)
     for index, (name, layout) in enumerate(CASES):
         curve = max((results[index][0] for results in ranks), key=lambda curve: curve[0][0])  # not of a first stage
         expected = alone[name][0]
-        require_close(np.float32([loss for loss, _ in curve]), np.float32([loss for loss, _ in expected]))
-        norms = (np.float32([norm for _, norm in steps[:1]]) for steps in (curve, expected))
-        require_close(*norms)
+        (losses, norms), (losses_alone, norms_alone) = (np.array(steps, np.float32).T for steps in (curve, expected))
+        require_close(losses, losses_alone)
+        require_close(norms[:1], norms_alone[:1])
         assert expected[-1][0] != expected[0][0], (name, layout)
     for one, two in zip(single[len(MODELS) :], ranks[0][len(CASES) :], strict=True):
         assert one[0] == two[0], "elastic: the same bits at another number of ranks"

@@ -43,7 +43,7 @@ class ByHand(torch.autograd.Function):
         return (by_hand(x, E4M3) @ by_hand(weight, E4M3).t()).float().bfloat16()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight = ctx.saved_tensors
         upstream = by_hand(gradient, E5M2)
         of_x, of_weight = upstream @ by_hand(weight, E4M3), upstream.t() @ by_hand(x, E4M3)
@@ -52,7 +52,7 @@ class ByHand(torch.autograd.Function):
 
 def hand_linear(self: Linear, x: Tensor) -> Tensor:
     """The result of `Fp8Linear`."""
-    rows: Tensor = ByHand.apply(x.bfloat16().flatten(0, -2), self.weight.bfloat16())  # type: ignore[no-untyped-call]
+    rows: Tensor = ByHand.apply(x.bfloat16().flatten(0, -2), self.weight.bfloat16())
     result = rows.unflatten(0, x.shape[:-1])
     return result if self.bias is None else result + self.bias.bfloat16()
 

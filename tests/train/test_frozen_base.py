@@ -184,7 +184,12 @@ def test_a_base_that_is_quantised_some_rows_at_a_time_has_the_same_bytes(
     expected = filled(base, None)
     most, quantise = list[int](), nf4.quantise
     monkeypatch.setattr("holdfast.model.hugging_face.SLAB_BYTES", 5 * 4 * 192)
-    monkeypatch.setattr(nf4, "quantise", lambda matrix: (most.append(matrix.numel()), quantise(matrix))[1])
+
+    def counted(matrix: Tensor) -> tuple[Tensor, Tensor]:
+        most.append(matrix.numel())
+        return quantise(matrix)
+
+    monkeypatch.setattr(nf4, "quantise", counted)
     found = filled(base, None)
     assert max(most) <= 5 * 192
     assert all(torch.equal(found[name], each) for name, each in expected.items())

@@ -82,7 +82,9 @@ def with_peft(base: Path) -> Any:
 
     lora = tiny_spec(*LORA, "model.init_from=x").training.lora
     model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="sdpa")
-    config = LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=list(lora.targets), task_type="CAUSAL_LM")
+    assert lora.rank is not None
+    rank, alpha, targets = lora.rank, int(lora.alpha), list[str](lora.targets)
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, task_type="CAUSAL_LM")
     peft_model = get_peft_model(model, config)
     own_adapters = adapters()
     with torch.no_grad():
@@ -134,7 +136,9 @@ def _steps(rank: int, size: int, folder: Path, base: Path, runs: list[tuple[str,
     for overrides in runs:
         spec = tiny_assignment(*overrides, *LORA, f"model.init_from={base}", f"parallel.processes={size}")
         engine = build_engine(spec, VOCABULARY, END)
-        ImportedState(str(base), spec.model, VOCABULARY).fill(engine.frozen())
+        imported = ImportedState(str(base), spec.model, VOCABULARY)
+        for box in engine.frozen():
+            imported.fill([box])
         before, values = [box.data.clone() for box in engine.frozen()], adapters()
         for box in engine.boxes():
             assert is_adapter(box.name)

@@ -2,6 +2,8 @@
 other.
 """
 
+from pathlib import Path
+
 import numpy as np
 import torch
 from transformers import LlamaForCausalLM
@@ -26,14 +28,14 @@ def row() -> torch.Tensor:
     return torch.tensor([[*tokens_of_row, 0 | UNCOUNTED | ENDS]])
 
 
-def test_the_loss_is_that_of_transformers_on_each_conversation_alone(tmp_path) -> None:
+def test_the_loss_is_that_of_transformers_on_each_conversation_alone(tmp_path: Path) -> None:
     ours = decoder(shape(kv_heads=2))
     export(tmp_path, ours)
     theirs = LlamaForCausalLM.from_pretrained(tmp_path)
     expected = 0.0
-    for tokens, counted in zip((FIRST, SECOND), COUNTED, strict=True):
-        labels = torch.tensor([[token if place in counted else IGNORED for place, token in enumerate(tokens)]])
-        expected += float(theirs(torch.tensor([tokens]), labels=labels).loss) * len(counted)
+    for part, counted in zip((FIRST, SECOND), COUNTED, strict=True):
+        labels = torch.tensor([[token if place in counted else IGNORED for place, token in enumerate(part)]])
+        expected += float(theirs(torch.tensor([part]), labels=labels).loss) * len(counted)
     ((tokens, targets, documents, segments, _, scores),) = micro_batches(row(), 1, NO_TOKEN, torch.device("cpu"))
     assert scores is None
     assert documents is not None

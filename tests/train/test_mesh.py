@@ -207,8 +207,8 @@ def test_a_mesh_matches_one_process_and_resumes_with_the_same_bits(tmp_path: Pat
         require_close(losses(store, overrides_of(*layout), name), single)
     assert trained(store, tiny_spec(*stopped), "stopped") == trained(store, tiny_spec(*stopped), "tensor x shards")
     assert trained(store, tiny_spec(*bubbles), "bubbles") == trained(store, tiny_spec(*bubbles), "stages")
-    layout = read_manifest(store, run_id(tiny_spec(*stopped), DATASET_ID, "stopped"), STEPS).layout
-    assert layout == {"engine": "torch", "strategy": "fsdp", "world_size": 4, "shards": 2, "tensor": 2}
+    placed = read_manifest(store, run_id(tiny_spec(*stopped), DATASET_ID, "stopped"), STEPS).layout
+    assert placed == {"engine": "torch", "strategy": "fsdp", "world_size": 4, "shards": 2, "tensor": 2}
 
 
 @pytest.mark.drill

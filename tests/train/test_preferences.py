@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +198,8 @@ def _steps(rank: int, size: int, folder: Path, runs: list[tuple[str, ...]]) -> l
     for overrides in runs:
         spec = tiny_assignment(*PAIRS, *overrides, "model.init_from=x", f"parallel.processes={size}")
         engine, seeded = build_engine(spec, VOCABULARY, -1), SeededState(spec.model, spec.training.seed)
-        seeded.fill(engine.frozen())
+        for box in engine.frozen():
+            seeded.fill([box])
         seeded.fill(boxes := engine.boxes())
         for box in boxes:
             if is_adapter(box.name) and not box.name.startswith("optimizer"):
@@ -262,7 +264,7 @@ def require_loss_of_paper(folder: Path, size: int, runs: list[tuple[str, ...]]) 
             expected[alone] = reference(*alone)
         curve, weights = expected[alone]
         for losses, boxes in ranks:
-            torch.testing.assert_close(losses, curve, rtol=1e-4, atol=0, msg=lambda text, f=fields: f"{f}: {text}")
+            torch.testing.assert_close(losses, curve, rtol=1e-4, atol=0, msg=partial("{}: {}".format, fields))
             for name, offset, array in boxes if EXPERTS[0] not in fields else ():  # AdamW turns rounding into signs
                 data = torch.from_numpy(array)
                 box = TensorBox(name, tuple(weights[name].shape), offset, data)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.engines.grid import Grid, PartialSums, root
+from holdfast.engines.grid import Grid, Node, PartialSums, root
 from holdfast.store import open_store
 from tests.checkpoint.ranks import in_ranks
 from tests.train.ranks import identity_of, join, launch, trained
@@ -24,7 +24,7 @@ def test_grains_are_dealt_once_by_speed_and_the_tree_stays_the_same() -> None:
         shares = [grid.share(rank) for rank in range(grid.ranks)]
         assert [grain for share in shares for grain in share] == list(range(grid.grains))
         assert min(map(len, shares)) >= 1
-        leaves, sums = values(grid.grains), {}
+        leaves, sums = values(grid.grains), dict[Node, torch.Tensor]()
         for rank, share in enumerate(shares):
             partial = PartialSums(share.start)
             for grain in share:
@@ -50,11 +50,12 @@ def _train(rank: int, size: int, url: str, folder: Path) -> list[int]:
         counts[-1] += 1
         return compute(micro, *arguments)
 
-    shares._multiply, Micro.compute = lambda *_: SECONDS[rank], counted  # type: ignore[method-assign]
+    shares._multiply, Micro.compute = lambda *_: SECONDS[rank], counted  # type: ignore[method-assign,assignment]
     gang, store = Gang(), open_store(url)
     for deal in ("equal", "measured"):
         spec = tiny_spec(*RUN, f"parallel.deal={deal}")
         number = gang.broadcast(launch(store, spec, deal) if rank == 0 else None, int | None)
+        assert number is not None
         counts.append(0)
         work(store, identity_of(spec, deal), number, PreemptionSignal())
     return counts

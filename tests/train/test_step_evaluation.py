@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -100,6 +101,7 @@ def test_training_bits_are_those_without_evaluations_and_figures_are_those_of_th
     tokens = torch.from_numpy(np.concatenate(list(dataset.validation(16, 640))))
     with torch.no_grad():
         loss = float(decoder(tokens[:, :-1], tokens[:, 1:], None, reduction="mean"))
+    assert scores is not None
     assert scores.loss == pytest.approx(loss, rel=1e-5)
     rows = {row["step"]: row for row in read_history(store, identity)}
     assert [step for step, row in rows.items() if "evaluation.step" in row] == [3, 5]
@@ -139,8 +141,13 @@ def test_scores_of_the_same_state_are_read_and_those_of_another_are_measured(
     assignment = Assignment.of(spec, identity_of(spec), DATASET_ID)
     dataset, before = Dataset.open(store, DATASET_ID, cache_dir()), find_scores(store, identity_of(spec), 4)
     state, measured = torch.random.get_rng_state(), list[int]()
-    original = step_evaluation.score
-    monkeypatch.setattr(step_evaluation, "score", lambda *a, **k: measured.append(1) or original(*a, **k))
+    original: Any = step_evaluation.score
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        measured.append(1)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(step_evaluation, "score", counted)
     assert measure_checkpoint(store, dataset, assignment, CPU, 4) == before
     assert not measured
     assert assignment.evaluation is not None

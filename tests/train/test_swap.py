@@ -158,7 +158,7 @@ def _hand_on(rank: int, size: int, url: str, folder: Path) -> tuple[list[str], l
     from holdfast.engines.interface import build_engine
     from holdfast.rank.randomness import make_deterministic
 
-    config.SUB_GROUP = 300_000  # type: ignore[misc]
+    config.SUB_GROUP = 300_000
     join(folder, rank, size, always=True)
     make_deterministic("exact", 1)
     store, swap, swapped_files, losses = open_store(url), folder / "swap", 0, []
@@ -330,10 +330,10 @@ def _end_early(rank: int, size: int, url: str, folder: Path) -> tuple[int, int]:
     join(folder, rank, size, always=False)
     store, spec = open_store(url), tiny_spec()
     identity, number, engines = identity_of(spec), launch(store, spec), (Engine(), Engine())
-    rank_setup.build_engine = lambda *_: engines[0]  # type: ignore[assignment,return-value]
+    rank_setup.build_engine = lambda *_: engines[0]  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="comes next"):
         worker.work(store, identity, number, PreemptionSignal())
-    replay_rank.build_engine = lambda *_: engines[1]  # type: ignore[assignment,return-value]
+    replay_rank.build_engine = lambda *_: engines[1]  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="comes next"):
         replay_rank.replay(store, identity, number, Replay(0, 1, folder / "results"))
     return engines[0].closed, engines[1].closed
@@ -350,7 +350,7 @@ def _fail_to_build(_rank: int, _size: int, swap: Path) -> list[str]:
         assert len(left(swap)) == 1
         raise RuntimeError("it does not compile")
 
-    engine.load_async_io = fail
+    engine.load_async_io = fail  # type: ignore[assignment]
     with pytest.raises(RuntimeError, match="does not compile"):
         engine.DeepSpeedEngine(tiny_assignment(*overrides(swap, 1)), VOCABULARY, 0)
     return left(swap)

@@ -4,6 +4,7 @@ import ast
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,8 +22,8 @@ def named_in_comparisons(source: str) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Compare):
-            constants = {child.value for child in ast.walk(node) if isinstance(child, ast.Constant)}
-            names |= constants & set(BACKENDS)
+            constants = [child.value for child in ast.walk(node) if isinstance(child, ast.Constant)]
+            names |= {name for name in BACKENDS if name in constants}
     return names
 
 
@@ -39,6 +40,7 @@ def test_no_caller_compares_the_name_of_a_backend() -> None:
 def test_every_backend_class_states_the_capabilities_of_the_table() -> None:
     for name, entry in BACKENDS.items():
         module = __import__(f"holdfast.pipelines.backends.{name}.backend", fromlist=[name])
+        kind: Any
         (kind,) = (
             member
             for member in vars(module).values()

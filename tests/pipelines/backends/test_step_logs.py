@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -142,9 +144,10 @@ def test_a_run_without_a_record_is_known_by_what_its_engine_calls_it(store: Stor
 
 def test_a_run_that_is_no_sweep_has_no_compare_step(store: Store) -> None:
     engine, step = Engine(ENDED), "compare"
+    connected: Any = partial(tuple, (engine, "small-1"))
     with pytest.raises(MissingError, match="small is a run and not a sweep: only a sweep has the step compare"):
-        list(step_lines(store, RECORD, lambda: (engine, "small-1"), step))
+        list(step_lines(store, RECORD, connected, step))
     assert engine.requests == []
     sweep = replace(RECORD, trials=(("training.seed=1",), ("training.seed=2",)))
     wrote(store, step, "first\n")
-    assert list(step_lines(store, sweep, lambda: (engine, "small-1"), step)) == [(step, "first")]
+    assert list(step_lines(store, sweep, connected, step)) == [(step, "first")]

@@ -51,7 +51,8 @@ def test_without_a_server_the_schemas_that_come_with_holdfast_check_every_custom
 def test_a_field_of_a_wrong_type_or_without_a_schema_is_reported(kind: str, path: str, value: Any, named: str) -> None:
     spec = parse_spec(dump_spec(load_spec(SPEC)), ["serving.kserve.namespace=models"])
     manifests = [*objects(), inference_service(spec, "s3://b/export", {})]
-    manifest = node = next(candidate for candidate in manifests if candidate["kind"] == kind)
+    manifest = next(candidate for candidate in manifests if candidate["kind"] == kind)
+    node: Any = manifest
     *parents, last = path.split(".")
     for part in parents:
         node = node[int(part)] if part.isdigit() else node[part]

@@ -68,7 +68,7 @@ def test_only_what_connects_a_process_to_its_peers_is_cut_and_both_ends_see_it()
 def test_a_clock_jumps_for_processes_that_run_and_only_for_them(tmp_path: Path) -> None:
     clock = Clock(tmp_path / "clock")
     program = "import time\nfor _ in sys.stdin: print(time.time(), time.time_ns(), flush=True)"
-    with child(program, **clock.environment({})) as process:
+    with child(program, on=None, **clock.environment({})) as process:
         for offset in (0.0, 3600.0, -60.0, 0.0):
             clock.jump(offset)
             before = time.time()
@@ -218,7 +218,7 @@ def test_a_storm_that_is_interrupted_right_after_the_pipeline_was_killed_leaves_
         assert fault.act(scene)
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(FAULTS, "pipeline-killed", replace(fault, act=interrupted))  # type: ignore[arg-type]
+    monkeypatch.setitem(FAULTS, "pipeline-killed", replace(fault, act=interrupted))
     run = Run(command, tmp_path / "home", {}, tmp_path / "log")
     with pytest.raises(KeyboardInterrupt):
         run.go([Planned("pipeline-killed", 1, 9)], None, 1, lambda _: None)

@@ -161,7 +161,7 @@ def followed(spec: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Training never gets far ahead of the faults; the undisturbed one is not held."""
     for name, value in held(spec.parent, AHEAD).items():
         monkeypatch.setenv(name, value)
-    original_go = Run.go
+    original_go: Any = Run.go
 
     def led(run: Run, planned: Sequence[Planned], *others: Any) -> list[Survived]:
         *leading, report = others

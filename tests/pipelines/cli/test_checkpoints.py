@@ -176,13 +176,16 @@ def test_a_pin_protects_and_is_listed_until_it_is_removed(tmp_path: Path) -> Non
     would = output_of(store, tmp_path, "gc", RUN, "--dry-run")
     assert would.startswith("would delete the checkpoint of step 2, and what nothing else needs: ")
     assert "nothing was deleted" in would
-    changed = read_run(store, RUN).changed
+    before = read_run(store, RUN)
+    assert before is not None
     assert output_of(store, tmp_path, "gc", RUN).startswith("deleted the checkpoint of step 2, and what")
     assert output_of(store, tmp_path, "gc", RUN).startswith("deleted nothing: retention keeps every checkpoint")
     output_of(store, tmp_path, "pin", f"{RUN}@4")
     output_of(store, tmp_path, "unpin", f"{RUN}@4")
     output_of(store, tmp_path, "pin", f"{RUN}@5")
-    assert read_run(store, RUN).changed == changed  # the run itself wrote nothing
+    after = read_run(store, RUN)
+    assert after is not None
+    assert after.changed == before.changed  # the run itself wrote nothing
     assert list(checkpoint_times(store, RUN)) == [1, 3, 4, 5]
     output_of(store, tmp_path, "unpin", f"{RUN}@5")
     output_of(store, tmp_path, "unpin", f"{RUN}@1")

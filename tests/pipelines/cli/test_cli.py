@@ -118,7 +118,7 @@ def test_compile_shows_the_deepspeed_configuration(tmp_path: Path) -> None:
             zero = config["zero_optimization"]
             assert (zero["overlap_comm"], zero["offload_param"]["device"]) == (False, "cpu")
             assert zero["offload_optimizer"] == zero["offload_param"]
-            offload = ("--set", "parallel.offload_path=/nvme/swap")
+            offload: tuple[str, ...] = ("--set", "parallel.offload_path=/nvme/swap")
             result = holdfast(tmp_path, "compile", QUICKSTART, "--target", "deepspeed", *options, *offload)
             zero = json.loads(result.stdout)["zero_optimization"]
             assert zero["offload_optimizer"].items() >= {"device": "nvme", "nvme_path": "/nvme/swap"}.items()

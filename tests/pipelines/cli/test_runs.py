@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from holdfast.pipelines.backends.kubeflow.connection import KubeflowRefusedError
 from holdfast.pipelines.cli import app

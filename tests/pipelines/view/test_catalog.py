@@ -250,7 +250,9 @@ def test_the_next_command_is_one_that_suits_what_was_trained(
 ) -> None:
     monkeypatch.setenv("HOLDFAST_STORE", folder_store.url)
     write(folder_store, "aaaa", "good", run=json.dumps({"spec": {"name": "good", **spec}, "dataset_id": "d"}).encode())
-    assert next_commands(folder_store, read_run(folder_store, "aaaa"))[0] == command
+    record = read_run(folder_store, "aaaa")
+    assert record is not None
+    assert next_commands(folder_store, record)[0] == command
 
 
 def test_a_silent_rank_is_named_as_silent(folder_store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,4 +272,6 @@ def test_the_model_of_a_run_in_a_folder_is_a_path(folder_store: Store, section: 
     write(folder_store, "aaaa", "good", run=run.encode(), result=result.encode())
     folder_store.put(f"runs/aaaa/export/step-3/{file}", b"1")
     folder = folder_store.url.removeprefix("file://")
-    assert model_place(folder_store, read_run(folder_store, "aaaa")) == f"{folder}/runs/aaaa/export/step-3"
+    record = read_run(folder_store, "aaaa")
+    assert record is not None
+    assert model_place(folder_store, record) == f"{folder}/runs/aaaa/export/step-3"

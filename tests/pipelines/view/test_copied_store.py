@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -21,7 +22,7 @@ RUN_ID = run_id(SPEC, "d")
 SETTINGS = settings_key(SPEC)
 
 
-def put(store: Store, key: str, record: dict, modified: float) -> None:
+def put(store: Store, key: str, record: dict[str, Any], modified: float) -> None:
     """Write a record whose file has this time."""
     store.put(key, json.dumps(record).encode())
     os.utime(Path(store.url.removeprefix("file://")) / key, (modified, modified))

@@ -1,6 +1,6 @@
 """Argo behind the common protocol, on an API server over HTTP: submitted once, followed, stopped, and resumed."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -85,7 +85,7 @@ def test_the_same_order_is_one_workflow_until_it_fails(server: ApiServer, argo: 
 
 
 def test_an_answer_that_is_lost_makes_no_second_workflow(server: ApiServer, argo: Argo) -> None:
-    lost = []
+    lost: list[bool] = []
 
     def lose(verb: str, plural: str) -> StatusError | None:
         if (verb, plural) == ("create", "workflows") and not lost:
@@ -175,7 +175,7 @@ def test_failure_and_skip_reasons_of_steps_come_from_the_records_in_the_store(
         for step, outcome in outcomes.items():
             store.put(layout.job(workflow["metadata"]["uid"], step), outcome.as_json())
 
-    ended = {"started": 1.0, "ended": 2.0}
+    ended: dict[str, Any] = {"started": 1.0, "ended": 2.0}
     failed = Outcome("train", 1, **ended, exit_code=11, reason="the loss is not finite at step 7\nand more")
     made("wf-a", "Failed", {"preprocess": "Succeeded", "train": "Failed", "evaluate": "Omitted"}, train=failed)
     run_status = argo.status("wf-a")
@@ -299,8 +299,8 @@ def test_a_template_that_cannot_be_applied_starts_nothing_and_may_be_tried_again
     assert workflows(server) == []
 
 
-def _once(what: tuple[str, str], error: StatusError):
-    raised = []
+def _once(what: tuple[str, str], error: StatusError) -> Callable[[str, str], StatusError | None]:
+    raised: list[bool] = []
 
     def fault(verb: str, plural: str) -> StatusError | None:
         if (verb, plural) == what and not raised:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import Result
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from holdfast.pipelines.cli import app
 from holdfast.spec import load_spec, run_id

@@ -200,10 +200,11 @@ CLUSTER = [
     "cluster.ttl_minutes=90",
 ]
 STEPS = {"preprocess", "train", "evaluate", "register", "notify", "artifacts"}
+Placed = tuple[dict[str, Any], dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def placed() -> tuple[dict[str, Any], dict[str, Any]]:
+def placed() -> Placed:
     """By step, the containers and the pods of a pipeline whose spec has many cluster fields."""
     pipeline, platform = pipeline_ir(load_spec(ROOT / "examples/quickstart.yaml", CLUSTER))
     containers = {
@@ -220,7 +221,7 @@ def placed() -> tuple[dict[str, Any], dict[str, Any]]:
     return containers, pods
 
 
-def test_every_pod_gets_the_secrets_the_place_and_the_volumes_of_the_spec(placed: tuple[dict, dict]) -> None:
+def test_every_pod_gets_the_secrets_the_place_and_the_volumes_of_the_spec(placed: Placed) -> None:
     for step, pod in placed[1].items():
         mounted = {secret["secretName"]: secret["mountPath"] for secret in pod["secretAsVolume"]}
         assert mounted == {"bucket": "/etc/holdfast/secrets/bucket", "webhook": "/etc/holdfast/secrets/webhook"}
@@ -241,7 +242,7 @@ def test_every_pod_gets_the_secrets_the_place_and_the_volumes_of_the_spec(placed
         assert pod["securityContext"] == {"runAsNonRoot": True}
 
 
-def test_a_pod_knows_itself_and_the_workflow_that_owns_it(placed: tuple[dict, dict]) -> None:
+def test_a_pod_knows_itself_and_the_workflow_that_owns_it(placed: Placed) -> None:
     for pod in placed[1].values():
         assert {field["name"]: field["fieldPath"] for field in pod["fieldPathAsEnv"]} == {
             "HOLDFAST_POD_NAME": "metadata.name",
@@ -252,7 +253,7 @@ def test_a_pod_knows_itself_and_the_workflow_that_owns_it(placed: tuple[dict, di
         }
 
 
-def test_the_environment_of_the_spec_is_in_every_step(placed: tuple[dict, dict]) -> None:
+def test_the_environment_of_the_spec_is_in_every_step(placed: Placed) -> None:
     containers, _ = placed
     for step in STEPS:
         variables = {entry["name"]: entry["value"] for entry in containers[step]["env"]}
@@ -269,7 +270,7 @@ def test_without_settings_and_secrets_in_the_spec_every_step_takes_those_of_the_
         assert (secret["secretName"], secret["optional"]) == ("holdfast-secrets", True)
 
 
-def test_only_evaluate_gets_the_slice_and_the_image_that_can_use_it(placed: tuple[dict, dict]) -> None:
+def test_only_evaluate_gets_the_slice_and_the_image_that_can_use_it(placed: Placed) -> None:
     containers, _ = placed
     assert containers["evaluate"]["resources"]["accelerator"]["resourceType"] == "nvidia.com/mig-1g.10gb"
     assert containers["evaluate"]["image"].startswith("holdfast-train-nvidia:")
@@ -278,7 +279,7 @@ def test_only_evaluate_gets_the_slice_and_the_image_that_can_use_it(placed: tupl
         assert containers[step]["image"].startswith("holdfast:")
 
 
-def test_the_limits_of_a_step_are_its_requests(placed: tuple[dict, dict]) -> None:
+def test_the_limits_of_a_step_are_its_requests(placed: Placed) -> None:
     for container in placed[0].values():
         resources = container["resources"]
         assert resources["resourceMemoryLimit"] == resources["resourceMemoryRequest"]
@@ -286,7 +287,7 @@ def test_the_limits_of_a_step_are_its_requests(placed: tuple[dict, dict]) -> Non
     assert placed[0]["preprocess"]["resources"]["resourceMemoryLimit"] == str(3 * 2**29)  # KFP supports no fractions
 
 
-def test_no_secret_and_no_value_of_one_is_in_the_file(placed: tuple[dict, dict]) -> None:
+def test_no_secret_and_no_value_of_one_is_in_the_file(placed: Placed) -> None:
     assert "secretAsEnv" not in str(placed)
 
 

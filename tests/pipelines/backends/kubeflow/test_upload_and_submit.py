@@ -3,6 +3,7 @@ concurrent."""
 
 import re
 import threading
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,10 @@ def test_at_the_same_moment_one_run_stays(kubeflow: KubeflowServer, monkeypatch:
     assert pending == run_ids[:1]
 
 
+def _fault_at(at: int, fault: Fault, index: int, _method: str, _path: str) -> Fault | None:
+    return fault if index == at else None
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("faults", [(429, 500), ("lose", "lose")], ids=["refused", "lost"])
 def test_every_request_may_fail_once_and_nothing_is_made_twice(
@@ -144,8 +149,8 @@ def test_every_request_may_fail_once_and_nothing_is_made_twice(
     submit(connect(kubeflow), RunRequest(spec("name=other"), run_id="00"))
     count = len(kubeflow.requests)
     for broken in range(count):
-        name, first, fault = f"small-{broken}", len(kubeflow.requests), faults[broken % 2]
-        kubeflow.fault = lambda index, method, path, at=first + broken, fault=fault: fault if index == at else None
+        name, first = f"small-{broken}", len(kubeflow.requests)
+        kubeflow.fault = partial(_fault_at, first + broken, faults[broken % 2])
         submission = submit(connect(kubeflow), RunRequest(spec(f"name={name}"), run_id="00"))
         assert [run["run_id"] for run in kubeflow.runs.values() if run["display_name"].startswith(f"{name} ")] == [
             submission.kfp_run_id
@@ -259,7 +264,7 @@ def test_a_dry_run_needs_no_kubeflow_in_the_cluster_of_the_kubeconfig(
     kubeflow: KubeflowServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The server of the kubeconfig answers 404 to the path of a service that it does not know."""
-    config = {
+    config: dict[str, object] = {
         "clusters": [{"name": "c", "cluster": {"server": kubeflow.endpoint}}],
         "users": [{"name": "u", "user": {}}],
     }

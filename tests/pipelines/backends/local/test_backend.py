@@ -48,9 +48,11 @@ def record(tmp_path: Path, process: subprocess.Popen[str]) -> Record:
     log = tmp_path / "logs" / "run-1.log"
     log.parent.mkdir()
     log.write_text("first\nsecond\n")
+    began = process_start(process.pid)
+    assert began is not None
     new_record = replace(
         record_of(ORDER, "local", RUN_ID), host=socket.gethostname(), pid=process.pid,
-        began=process_start(process.pid), log=str(log),
+        began=began, log=str(log),
     )  # fmt: skip
     new_record.write(open_store(f"file://{tmp_path}/store"))
     return new_record

@@ -83,7 +83,7 @@ def test_a_repeated_submission_returns_the_existing_job_until_it_fails(backend: 
 
 def test_two_concurrent_submissions_create_one_job(backend: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_jobs, slow = jobs(backend), RayOrder.of(wanted()).submission_id(1)
-    listings = iter([[], None])
+    listings = iter([list[RayJob]()])
 
     def first_nothing() -> list[RayJob]:
         listing = next(listings, None)
