@@ -10,6 +10,7 @@ from holdfast.telemetry.event_base import in_words
 
 NODE_RANK_VARIABLE = "HOLDFAST_NODE_RANK"  # names the number of a pod's node in its job
 LEAVE_MARGIN = 15  # seconds between the end of a node's ranks and that of their pod, step or actor
+UNSAVED = "the ranks were killed before they had saved within checkpoint.grace_seconds"  # in reasons of stopped steps
 
 
 @dataclass(frozen=True)

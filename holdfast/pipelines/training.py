@@ -1,7 +1,8 @@
 """The training pipeline: preprocess, train, evaluate, register a blessed model; notify at the end, also after failures.
 
 `python -m holdfast.pipelines.training -o training.yaml` compiles it to a file that the Kubeflow UI takes. `holdfast
-compile` writes the same pipeline. Argo, Slurm, Ray and `holdfast run` render this DAG from `holdfast.pipelines.table`.
+compile` writes the same pipeline. The other backends render `holdfast.pipelines.table`; a test
+holds that both are the same DAG.
 """
 
 from kfp import dsl

@@ -245,6 +245,8 @@ def _without(tree: dict[str, Any], details: list[ErrorDetails]) -> Spec | None:
             node = node.get(name) if isinstance(node, dict) else None
         if isinstance(node, dict):
             node.pop(path[-1], None)
+            if info is None and (meant := _meant(detail["loc"])) and meant[-1] not in node:
+                refused.add(meant)  # its default is not what the author wrote
     for path in refused & REQUIRED.keys():
         section = tree
         for name in path[:-1]:
@@ -258,6 +260,17 @@ def _without(tree: dict[str, Any], details: list[ErrorDetails]) -> Spec | None:
         with suppress(RefusedFieldError, KeyError):  # its section was also refused
             del reduce(getattr, path[:-1], spec).__dict__[path[-1]]
     return spec
+
+
+def _meant(location: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The field that the author of an unknown key probably meant. Empty if none is close."""
+    section, _, _ = find(location)
+    close = _close(str(location[-1]), section.model_fields) if section else []
+    return (*map(str, location[:-1]), close[0]) if close else ()
+
+
+def _close(key: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
+    return difflib.get_close_matches(key[:100], known, 1, cutoff=cutoff)
 
 
 def _field_of(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], FieldInfo | None]:
@@ -377,7 +390,7 @@ def _shown(key: str, value: object) -> object:
 
 def _unknown_key(field: str, key: str, value: object, known: list[str]) -> Problem:
     secret = names_secret(key)
-    close = difflib.get_close_matches(key[:100], known, 1, cutoff=0.8 if secret else 0.5)
+    close = _close(key, known, 0.8 if secret else 0.5)
     if secret:
         value = "(hidden)"
         if not close:

@@ -116,6 +116,11 @@ def test_a_misspelt_field_is_refused_with_the_right_one_at_every_level(refused, 
     assert problem.remedy == f"did you mean {leaf.name!r}?"
 
 
+def test_the_default_of_a_misspelt_field_is_not_refused(refused) -> None:
+    (problem,) = refused(**{"model.heads": 6, "model.hiden": 192})
+    assert problem.remedy == "did you mean 'hidden'?"
+
+
 def test_an_invalid_value_in_any_field_gives_a_spec_error() -> None:
     for leaf in leaves():
         field = leaf.path.replace("[]", ".0")

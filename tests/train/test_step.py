@@ -4,6 +4,7 @@ import json
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
 from holdfast.checkpoint import list_attempts
@@ -11,7 +12,7 @@ from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.components.train import run
 from holdfast.components.train.following import _pass_on
 from holdfast.components.train.step import _describe
-from holdfast.launch.interface import GangExit
+from holdfast.launch.interface import UNSAVED, GangExit
 from holdfast.spec import ExitCode, run_id
 from holdfast.spec.errors import DataError, MissingError
 from holdfast.store import layout
@@ -19,7 +20,7 @@ from holdfast.telemetry import read_events
 from holdfast.telemetry.channel import emit
 from holdfast.telemetry.event_log import PipeEvents, StoreEvents, recording
 from holdfast.telemetry.events import Event, Progress, SaveCommitted, WarningIssued
-from tests.faults.killing import HELD_TRAINING, Output, followed, held_at
+from tests.faults.killing import HELD_TRAINING, Output, followed, held_at, wait_for_victim
 from tests.faults.nodes import PATIENCE
 from tests.train.ranks import train_in_ranks, trained
 from tests.train.tiny_run import DATASET_ID, PIPE_FILE, new_store, start_training, tiny_spec, train_once
@@ -60,6 +61,23 @@ def test_a_command_stopped_by_a_signal_exits_as_preempted_and_resumes_when_repea
     assert f"resuming from step {saved_step}" in train_once(spec, store.url, tmp_path / "home")
     assert train_in_ranks(1, store.url, tmp_path / "ranks", [(patient, "undisturbed", None)]) == [""]
     assert trained(store, spec) == trained(store, spec, "undisturbed")
+
+
+@pytest.mark.slow
+def test_a_stop_whose_grace_is_too_short_for_a_save_names_the_setting(tmp_path: Path) -> None:
+    store, spec = new_store(tmp_path / "store"), tiny_spec("training.steps=20", "checkpoint.grace_seconds=1")
+    gate = held_at(10, spec, store, tmp_path / "home")
+    process = start_training(spec, store.url, tmp_path / "home", environment=gate.variables, module=HELD_TRAINING)
+    output = Output(PipeEvents(tmp_path / "home" / PIPE_FILE))
+    with followed(process, output) as reader:
+        output.wait_for_step(1)
+        wait_for_victim(psutil.Process(process.pid), "rank0").suspend()  # it cannot save
+        process.send_signal(signal.SIGTERM)
+        code = process.wait(PATIENCE)
+        reader.join()
+    printed = "".join(output.lines)
+    assert code == ExitCode.TERMINATED, printed
+    assert f"{UNSAVED} = 1; run the same command again" in printed
 
 
 GARBAGE = """

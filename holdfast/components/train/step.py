@@ -28,6 +28,7 @@ from holdfast.engines.groups import require_groups
 from holdfast.launch import GangExit, Job, Launcher, Supervisor, choose_launcher
 from holdfast.launch.emitters import training_job
 from holdfast.launch.exits import LaunchExit
+from holdfast.launch.interface import UNSAVED
 from holdfast.launch.launches import (
     avoided_nodes,
     claim_launch,
@@ -258,8 +259,9 @@ def run_gang(
         return
     if stopping.is_set() and ending.retryable:
         stopped = PreemptedError if ending.code == ExitCode.PREEMPTED else TerminatedError
+        unsaved = f"; {UNSAVED} = {spec.checkpoint.grace_seconds:g}" if ending.code == ExitCode.KILLED else ""
         raise stopped(
-            f"run {identity}: stopped ({ending.reason}). {ending.detail}; run the same command again to resume"
+            f"run {identity}: stopped ({ending.reason}). {ending.detail}{unsaved}; run the same command again to resume"
         )
     raise GangError(_describe(ending, identity, advice), ending.code)
 

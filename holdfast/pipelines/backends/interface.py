@@ -1,4 +1,4 @@
-"""The protocol of every backend that runs the DAG: this machine, Kubeflow, Argo, Slurm, Ray.
+"""The protocol of every backend that runs the DAG: this machine, ssh, Kubeflow, Argo, Slurm, Ray.
 
 Every backend returns the existing run when the same request is submitted again. A run is named by the backend's own id,
 by Holdfast's run id or its beginning, or by the name of its spec. Nothing is printed here. A backend renders the DAG of

@@ -43,9 +43,9 @@ from holdfast.spec.errors import ExitCode, HoldfastError, SpecError, missing_pac
 
 EPILOG = (
     "Exit codes: 0 done; 1 a bug; 2 wrong command line; 3 the model is not blessed; 4 no retraining is due; 5 trials"
-    " of a sweep failed; 6 the bits differ; 7 the champion changed: run the same command again; 10-19 permanent (10"
-    " bad spec, 11 bad data, 12 diverged, 13 a checkpoint is damaged, 15 not found, 16 access denied); 20 out of"
-    " memory; 128 and above: the same command may succeed (130 and 143 interrupted, 204 interrupted with a checkpoint"
+    " of a sweep failed; 6 the bits differ; 7 the champion changed: run the same command again; 10-22 permanent (10"
+    " bad spec, 11 bad data, 12 diverged, 13 no checkpoint is intact, 15 not found, 16 access denied, 20 out of"
+    " memory); 128 and above: the same command may succeed (130 and 143 interrupted, 204 interrupted with a checkpoint"
     " saved, 203 store unreachable, 205 no space)."
 )
 

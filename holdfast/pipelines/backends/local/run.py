@@ -16,6 +16,7 @@ from pathlib import Path
 from rich.console import Console
 
 from holdfast.launch.choose import require_no_spares, require_this_machine
+from holdfast.launch.interface import UNSAVED
 from holdfast.pipelines.backends.interface import FAILED, RUNNING, SUCCEEDED, StepStatus
 from holdfast.pipelines.backends.local import worker
 from holdfast.pipelines.backends.local.follow import Signals, follow
@@ -219,6 +220,8 @@ def _conclude(
         saved = failed is not None and failed.exit_code == ExitCode.PREEMPTED
         code = ExitCode.PREEMPTED if saved else ExitCode(128 + received[0])
         state = "a checkpoint is saved" if saved else "what was finished is kept"
+        if failed is not None and UNSAVED in failed.reason:
+            state = f"{UNSAVED} = {made.spec.checkpoint.grace_seconds:g}; earlier checkpoints are kept"
         _say(console, f"\nstopped: {state}. To resume, run: {again}")
         return code
     if killed and failed is not None and failed.exit_code == ExitCode.PREEMPTED:

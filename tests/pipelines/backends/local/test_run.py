@@ -2,11 +2,13 @@
 
 import io
 import json
+import signal
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from holdfast.launch.interface import UNSAVED
 from holdfast.pipelines.backends.local import run, trial_series
 from holdfast.pipelines.backends.local.run import LocalRun, finished
 from holdfast.pipelines.backends.request import RunRequest
@@ -83,6 +85,28 @@ def test_a_killed_process_of_the_pipeline_is_reported_with_what_its_step_did(
     outcomes = [Outcome("preprocess", 1, 0.0, 1.0, 0), Outcome("train", 1, 0.0, 1.0, code)]
     assert run._conclude(local_run, Console(file=output, width=300), outcomes, log, [], True, "holdfast run") == ends
     assert run.WORKER_KILLED in output.getvalue() and words in output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "ends", "words"),
+    [
+        (204, "stopped", ExitCode.PREEMPTED, "stopped: a checkpoint is saved. "),
+        (143, "stopped", ExitCode.INTERRUPTED, "stopped: what was finished is kept. "),
+        (
+            143, f"run r: stopped (killed). The log is x; {UNSAVED} = 25; run it again", ExitCode.INTERRUPTED,
+            f"stopped: {UNSAVED} = 25; earlier checkpoints are kept. ",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_stop_saved_is_printed(
+    code: int, reason: str, ends: ExitCode, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local_run, _ = registered_run(tmp_path, monkeypatch, "")
+    output = io.StringIO()
+    outcomes = [Outcome("preprocess", 1, 0.0, 1.0, 0), Outcome("train", 1, 0.0, 1.0, code, reason)]
+    log, console = tmp_path / "run.log", Console(file=output, width=300)
+    assert run._conclude(local_run, console, outcomes, log, [signal.SIGINT], False, "holdfast run") == ends
+    assert words in output.getvalue()
 
 
 @pytest.mark.parametrize("step", ["preprocess", "compare", "register", "notify"])
