@@ -12,9 +12,11 @@ import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
+from holdfast.runtime.environment import home
 from holdfast.runtime.logs import log
-from holdfast.spec.errors import ExitCode, HoldfastError, missing_package
+from holdfast.spec.errors import AccessDeniedError, ExitCode, HoldfastError, causes, missing_package
 
 SLICE = 0.1  # seconds of one wait in `join_within`
 
@@ -40,6 +42,29 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or is_torch_oom or on_cpu or is_enomem
 
 
+def explained(error: BaseException) -> BaseException:
+    """An error with a remedy, if the exception is caused by a missing package, or by a home that this user may not
+    use. Otherwise the exception itself."""
+    return missing_package(error) or _denied_home(error) or error
+
+
+def _denied_home(error: BaseException) -> AccessDeniedError | None:
+    try:
+        root = home()
+    except HoldfastError:
+        return None
+    for cause in causes(error):
+        if not isinstance(cause, OSError) or cause.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
+            continue
+        path = Path(cause.filename).absolute() if isinstance(cause.filename, str) else None
+        if path is not None and (path.is_relative_to(root) or root.is_relative_to(path)):
+            return AccessDeniedError(
+                f"{path}: {cause.strerror}; set HOLDFAST_HOME to a folder that this user may write to, then run the "
+                "same command again. To share one folder, a group needs it with setgid, and its members need umask 002"
+            )
+    return None
+
+
 def code_in(message: str) -> int | None:
     """The exit code in a cluster's message about a pod, such as Argo's `Error (exit code 10)`; None if it has none."""
     match = re.search(r"\bexit code:? (\d+)\b", message)
@@ -50,8 +75,8 @@ def exit_code_of(body: Callable[[], object]) -> ExitCode:
     """Run `body`. Log its failure to standard error, and return the exit code."""
     try:
         body()
-    except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001 - every exception of a step becomes a code
-        error = missing_package(error) or error
+    except (Exception, KeyboardInterrupt) as raised:  # noqa: BLE001 - every exception of a step becomes a code
+        error = explained(raised)
         code = code_of(error)
         if isinstance(error, HoldfastError):
             log.error("%s", error)
@@ -64,8 +89,8 @@ def exit_code_of(body: Callable[[], object]) -> ExitCode:
         else:
             log.exception("unexpected failure: please report it with this traceback")
         return code
-    except SystemExit as error:  # nothing of Holdfast exits within a body, so it did not finish its work
-        log.error("code of the run called sys.exit(%.100r); have it raise an exception, or return", error.code)
+    except SystemExit as exited:  # nothing of Holdfast exits within a body, so it did not finish its work
+        log.error("code of the run called sys.exit(%.100r); have it raise an exception, or return", exited.code)
         return ExitCode.USER_CODE
     return ExitCode.OK
 

@@ -18,12 +18,12 @@ from types import FrameType
 from typing import Protocol, TypeVar
 
 from holdfast.runtime.environment import give_home, outcomes_folder
-from holdfast.runtime.exits import exit_code_of, on_shutdown_request, request_shutdown
+from holdfast.runtime.exits import exit_code_of, explained, on_shutdown_request, request_shutdown
 from holdfast.runtime.logs import configure_logging, copied_records
 from holdfast.runtime.output import copied_output, prepare_streams, redacted_output
 from holdfast.runtime.signals import prompt_signals
 from holdfast.spec.engine_text import restore_environment
-from holdfast.spec.errors import ExitCode, HoldfastError, TerminatedError, missing_package
+from holdfast.spec.errors import ExitCode, HoldfastError, TerminatedError
 from holdfast.steps.outcomes import EXIT_HANDLER, POD, Outcome, Recorder, was_stopped
 
 # <ConfigMap or Secret>/<key>: KFP mounts them whole, but has no envFrom.
@@ -130,7 +130,7 @@ def _run(
             results.append(body(begun))
             outcome.result = results[0].summary
         except BaseException as error:
-            meant = missing_package(error) or error
+            meant = explained(error)
             is_known = isinstance(meant, HoldfastError) and str(meant)
             outcome.reason = str(meant) if is_known else f"{type(error).__name__}: {error}"
             raise

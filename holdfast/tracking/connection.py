@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from holdfast.runtime.environment import home, make_folder, tracking_uri
-from holdfast.runtime.locks import NO_LOCKS, lock_within, no_locks
+from holdfast.runtime.locks import NO_LOCKS, lock_within, no_locks, open_lock
 from holdfast.runtime.secrets import redact
 from holdfast.spec.errors import ExitCode, HoldfastError, HungError, SpecError
+from holdfast.store.durable import FILE_MODE
 from holdfast.tracking.artifacts import bounded
 from holdfast.tracking.failures import is_bug, meaning
 from holdfast.tracking.preflight import require_address
@@ -176,9 +177,10 @@ def _alone(uri: str) -> Iterator[None]:
     if not uri.startswith(_SQLITE):
         yield
         return
-    database = Path(uri.removeprefix(_SQLITE))
+    database = Path(uri.removeprefix(_SQLITE).partition("?")[0])
     make_folder(database.parent)
-    with database.with_name(database.name + ".lock").open("a") as file:
+    path = database.with_name(database.name + ".lock")
+    with open(open_lock(path), "rb") as file:  # noqa: PTH123 - a descriptor
         try:
             free = lock_within(file.fileno(), LOCK_SECONDS)
         except OSError as error:
@@ -187,7 +189,7 @@ def _alone(uri: str) -> Iterator[None]:
             remedy = "set MLFLOW_TRACKING_URI to a server, or HOLDFAST_HOME to a folder on a disk of this machine"
             raise no_locks(database, error, remedy) from None
         if not free:
-            raise HungError(f"{file.name}: another process has held it for {LOCK_SECONDS:g} s; end that one")
+            raise HungError(f"{path}: another process has held it for {LOCK_SECONDS:g} s; end that one")
         if not database.exists():
             _create(database)
         with closing(sqlite3.connect(database, timeout=BUSY_SECONDS)) as connection:  # MLflow would retry for minutes
@@ -232,6 +234,7 @@ def _create(database: Path) -> None:
     unfinished = database.with_name(f"{database.name}.unfinished")
     try:
         unfinished.unlink(missing_ok=True)
+        unfinished.touch(FILE_MODE)  # SQLite's own mode lets no group write
         with closing(sqlite3.connect(unfinished)) as connection:
             connection.execute("PRAGMA schema_version")
         MlflowClient(tracking_uri=f"{_SQLITE}{unfinished}", registry_uri=f"{_SQLITE}{unfinished}").search_experiments()

@@ -73,6 +73,8 @@ NEEDS_CREDENTIALS = (
 MLFLOW_TRACKING_TOKEN; of a bucket: those of its provider)"
 )
 
+NEEDS_RIGHTS = "make the file and its folder writable for this user, or set MLFLOW_TRACKING_URI to another MLflow"
+
 
 def meaning(error: BaseException) -> tuple[ExitCode, str]:
     """The exit code of a failure, and its remedy."""
@@ -82,8 +84,9 @@ def meaning(error: BaseException) -> tuple[ExitCode, str]:
         text = str(cause).lower()
         if getattr(cause, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "disk is full" in text:
             return ExitCode.NO_SPACE, "free some space"
-        if isinstance(cause, PermissionError) or names & CREDENTIALS or codes & DENIED_CODES:
-            return ExitCode.ACCESS_DENIED, NEEDS_CREDENTIALS
+        is_file = "readonly database" in text or (isinstance(cause, PermissionError) and cause.filename is not None)
+        if is_file or isinstance(cause, PermissionError) or names & CREDENTIALS or codes & DENIED_CODES:
+            return ExitCode.ACCESS_DENIED, NEEDS_RIGHTS if is_file else NEEDS_CREDENTIALS
         if any(pattern in text for pattern in DENIED_WORDS):
             return ExitCode.ACCESS_DENIED, "check user and password in MLFLOW_TRACKING_URI"
         if names & NO_PLUGIN:

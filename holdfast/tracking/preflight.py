@@ -17,6 +17,7 @@ from holdfast.runtime.secrets import redact
 from holdfast.spec import Spec
 from holdfast.spec.errors import AccessDeniedError, DataError, MissingError, Problem, SpecError
 from holdfast.spec.json_parsing import parse_json_object
+from holdfast.tracking.failures import NEEDS_RIGHTS
 
 SECONDS = 5.0
 LARGEST = 2**16  # limit of an answer in bytes
@@ -77,9 +78,13 @@ def deleted(experiment: str, experiment_id: str) -> str:
 
 
 def _in_sqlite(database: Path, experiment: str) -> tuple[str, str] | None:
-    """Id and stage of the experiment in an SQLite file; None if it does not exist, or cannot be read now."""
+    """Id and stage of the experiment in an SQLite file; None if it does not exist, or cannot be read now. Raises
+    AccessDeniedError if this user may not write to it, or not to its folder."""
     if not database.exists():
         return None
+    for path in (database, database.parent):
+        if not os.access(path, os.R_OK | os.W_OK):
+            raise AccessDeniedError(f"MLflow in {database}: {path} may not be written; {NEEDS_RIGHTS}")
     try:
         with closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True, timeout=SECONDS)) as connection:
             row = connection.execute(

@@ -37,9 +37,10 @@ from holdfast.pipelines.cli.options import err, out, print_json, with_options
 from holdfast.pipelines.cli.plan import plan
 from holdfast.pipelines.cli.simulate import simulate
 from holdfast.runtime.environment import give_home, home, make_folder
+from holdfast.runtime.exits import explained
 from holdfast.runtime.output import ReaderGoneError, outlive_reader, prepare_streams, watch_reader
 from holdfast.runtime.secrets import redact
-from holdfast.spec.errors import ExitCode, HoldfastError, SpecError, missing_package
+from holdfast.spec.errors import ExitCode, HoldfastError, SpecError
 
 EPILOG = (
     "Exit codes: 0 done; 1 a bug; 2 wrong command line; 3 the model is not blessed; 4 no retraining is due; 5 trials"
@@ -159,8 +160,8 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(int(ExitCode.INTERRUPTED))
     except Exception as error:  # noqa: BLE001 - the last resort of a command
-        if (missing := missing_package(error)) is not None:
-            _refuse(missing, as_json)
+        if isinstance(known := explained(error), HoldfastError):
+            _refuse(known, as_json)
         outlive_reader()
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             err(f"error: {error}; free some space, then run the same command again")
