@@ -4,8 +4,11 @@ import io
 import json
 import logging
 import random
+import shlex
 import sys
 import time
+from collections.abc import Callable
+from urllib.parse import quote, quote_plus
 
 import pytest
 
@@ -57,6 +60,22 @@ PEM = f"-----BEGIN RSA PRIVATE KEY-----\nMIIE{SECRET}\nabcd==\n-----END RSA PRIV
 def test_secrets_are_hidden(text: str, shown: str) -> None:
     assert redact(text) == shown
     assert redact(shown) == shown
+
+
+@pytest.mark.parametrize(
+    "write",
+    [str, repr, ascii, json.dumps, quote, quote_plus, shlex.quote, lambda value: quote(value, safe=""),
+     lambda value: json.dumps(value, ensure_ascii=False), lambda value: json.dumps({"text": json.dumps(value)})],
+)  # fmt: skip
+@pytest.mark.parametrize("value", [f"{SECRET}\"it's", f"{SECRET}'s", f"a\\{SECRET} / \té"])
+def test_the_value_of_a_variable_is_hidden_however_it_is_written(value: str, write: Callable[[str], str]) -> None:
+    assert SECRET not in redact(f"it has {write(value)} in it", secret_values({"MY_PASSWORD": value}))
+
+
+def test_a_variable_with_bytes_that_are_no_text_is_hidden() -> None:
+    value = f"\udcff/{SECRET}+%"  # as `os.environ` decodes it
+    for text in (value, repr(value), json.dumps(value), quote(value, errors="surrogateescape")):
+        assert SECRET not in redact(text, secret_values({"MY_PASSWORD": value}))
 
 
 def test_ranks_inherit_no_arguments_of_another_torchrun() -> None:

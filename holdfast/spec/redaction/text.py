@@ -1,5 +1,6 @@
 """Removal of secrets from texts, whole or in pieces, from JSON values, and of the values of secret variables."""
 
+import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -47,10 +48,19 @@ def _values_of_process() -> tuple[str, ...]:
 def _worth_hiding(value: str) -> Iterator[str]:
     value = value.strip()
     if len(value) >= MIN_VALUE and not patterns.PLACEHOLDERS.fullmatch(value.lower()) and not value.startswith("/"):
-        yield value
-        for other in (quote(value, safe=""), value.replace("\\", "\\\\").replace('"', '\\"')):
-            if other != value:
-                yield other
+        yield from _spellings(value)
+
+
+def _spellings(value: str) -> set[str]:
+    """A value as it is, and as URLs, JSON, Python and shells write it. Bytes of a variable may be no UTF-8."""
+    in_json = json.dumps(value)[1:-1]
+    quoted = {quote(value, safe, errors="surrogateescape") for safe in ("", "/")}
+    return {
+        value, *quoted, *(text.replace("%20", "+") for text in quoted),
+        in_json, json.dumps(in_json)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1],
+        repr(value)[1:-1], ascii(value)[1:-1], value.replace("\\", "\\\\").replace("'", "\\'"),
+        value.replace("'", "'\\''"), value.replace("'", "'\"'\"'"),
+    }  # fmt: skip
 
 
 def redact(text: str, values: tuple[str, ...] | None = None) -> str:
