@@ -72,6 +72,20 @@ def test_the_value_of_a_variable_is_hidden_however_it_is_written(value: str, wri
     assert SECRET not in redact(f"it has {write(value)} in it", secret_values({"MY_PASSWORD": value}))
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("KFP_HEADER", f"X-Auth: {SECRET}"),
+        ("KFP_HEADER", f"Authorization: Bearer {SECRET}=="),
+        ("OTEL_EXPORTER_OTLP_HEADERS", f"content-type=application/json,x-team={SECRET}"),
+    ],
+)
+def test_the_value_of_a_variable_with_a_header_is_hidden_without_its_name(name: str, value: str) -> None:
+    values = secret_values({name: value})
+    assert SECRET not in redact(f"{name}={quote_plus(value)}", values)
+    assert redact("application/json of X-Auth", values) == "application/json of X-Auth"
+
+
 def test_a_variable_with_bytes_that_are_no_text_is_hidden() -> None:
     value = f"\udcff/{SECRET}+%"  # as `os.environ` decodes it
     for text in (value, repr(value), json.dumps(value), quote(value, errors="surrogateescape")):

@@ -17,7 +17,8 @@ MIN_VALUE = 6  # minimum length of a variable's value that is removed wherever i
 
 
 def secret_values(environment: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The values of variables with the name of a secret, and the passwords in variables with a URL, longest first."""
+    """The values of variables with the name of a secret, and the passwords in variables with a URL or a header, longest
+    first."""
     if environment is None:
         return _values_of_process()
     values: set[str] = set()
@@ -26,6 +27,11 @@ def secret_values(environment: Mapping[str, str] | None = None) -> tuple[str, ..
             values.update(_worth_hiding(value))
         elif "://" in value and (user := patterns.USER.search(value)):
             values.update(_worth_hiding(user[0].rstrip("@").partition(":")[2]))
+        elif name.endswith(("_HEADER", "_HEADERS")):  # `Name: value`, or `name=value` several times
+            for header in value.split(","):
+                last = re.split(r"[:=\s]+", header.strip(), maxsplit=2)[-1]  # after the name, and after `Bearer`
+                if looks_random(last):
+                    values.update(_worth_hiding(last))
     return tuple(sorted(values, key=lambda value: (-len(value), value)))
 
 
