@@ -24,6 +24,7 @@ from tests import empty_mlflow
 from tests.telemetry.collector import Collector, collecting
 from tests.whole.attacks import attack
 from tests.whole.listeners import family, listening, open_to_others, shared_files, unix_listeners
+from tests.whole.planted_secrets import LOUD, MARK, SECRETS, leaks
 from tests.whole.small import ROOT, environment, held, hold, holdfast, objects, only, start, write_corpus, write_spec
 
 PATIENCE = 300.0  # seconds
@@ -48,9 +49,11 @@ def done(
     folder = tmp_path_factory.mktemp("whole")
     write_corpus(folder)
     training, checkpoint = {"steps": 40, "micro_batch": 2}, {"every_steps": 5, "grace_seconds": 300}
-    write_spec(folder, training=training, checkpoint=checkpoint, parallel={"processes": 2})
+    (folder / "loud.py").write_text(LOUD)
+    telemetry = {"observers": ["loud.py:show"]}
+    write_spec(folder, training=training, checkpoint=checkpoint, parallel={"processes": 2}, telemetry=telemetry)
     variables = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.url, "OTEL_EXPORTER_OTLP_TIMEOUT": "120"}
-    return folder, holdfast(folder, "spec.yaml", **variables)
+    return folder, holdfast(folder, "spec.yaml", **variables, **SECRETS)
 
 
 def test_the_run_ends_blessed_and_registered(done: tuple[Path, subprocess.CompletedProcess[str]]) -> None:
@@ -101,7 +104,8 @@ def test_kfp_itself_gives_the_compiled_pipeline_the_same_outcomes_and_bits(
     tmp_path: Path, done: tuple[Path, subprocess.CompletedProcess[str]]
 ) -> None:
     folder, _ = done
-    spec = with_absolute_paths(load_spec(folder / "spec.yaml", [f"data.sources=[{{uri: '{folder}/corpus/*.txt'}}]"]))
+    overrides = [f"data.sources=[{{uri: '{folder}/corpus/*.txt'}}]", "telemetry.observers=[]"]
+    spec = with_absolute_paths(load_spec(folder / "spec.yaml", overrides))
     compile_pipeline(spec, tmp_path / "pipeline.yaml")
     (tmp_path / "arguments.json").write_text(json.dumps(RunRequest(spec).escaped_parameters()))
     empty_mlflow.place(tmp_path / "home")
@@ -236,6 +240,7 @@ class Disturbed:
     addresses: set[tuple[str, int]]  # ports that its processes opened
     sockets: set[str]
     files: set[Path]
+    commands: set[str]
     mark: Path  # exists once an attack has executed code
     code: int
     output: str
@@ -260,11 +265,12 @@ def disturbed(
             assert time.monotonic() < deadline
             time.sleep(0.05)
 
-    with start(folder, "spec.yaml", "--fresh", **held(site, 0)) as process:
+    with start(folder, "spec.yaml", "--fresh", **held(site, 0), **SECRETS) as process:
         wait_for_step(process, 5)
         members = family(psutil.Process(process.pid))
         addresses, sockets, files = listening(members), unix_listeners(members), shared_files(members)
         files = {path for path in files if not path.is_relative_to(folder)}  # home and store follow the umask
+        commands = {" ".join(member.cmdline()) for member in members if member.is_running()}
         connections = attack(addresses, site / "executed")
         wait_for_step(process, 15)
         for connection in connections:
@@ -274,8 +280,9 @@ def disturbed(
         assert psutil.wait_procs(members, timeout=PATIENCE)[1] == []
     (run,) = runs()
     assert json.loads((run / "summary.json").read_text())["status"] == "cancelled"
-    result = holdfast(folder, "spec.yaml", "--salt", json.loads((run / "run.json").read_text())["salt"])
-    return Disturbed(run, addresses, sockets, files, site / "executed", process.returncode, output, result)
+    result = holdfast(folder, "spec.yaml", "--salt", json.loads((run / "run.json").read_text())["salt"], **SECRETS)
+    mark, code = site / "executed", process.returncode
+    return Disturbed(run, addresses, sockets, files, commands, mark, code, output, result)
 
 
 def test_a_gang_on_one_machine_listens_on_loopback_alone(disturbed: Disturbed) -> None:
@@ -305,3 +312,22 @@ def test_strangers_at_every_port_execute_nothing_and_the_run_ends_with_the_bits_
     assert first["run_id"] != second["run_id"]
     for key in ("dataset_id", "state_digest"):
         assert first[key] == second[key]
+
+
+def test_no_file_output_or_command_line_has_a_secret_that_user_code_prints_and_raises(
+    done: tuple[Path, subprocess.CompletedProcess[str]], disturbed: Disturbed
+) -> None:
+    folder, first = done
+    failed = holdfast(folder, "spec.yaml", "--set", "evaluation.metrics=['loud.py:fails']", **SECRETS)
+    assert failed.returncode == 22, failed.stdout + failed.stderr
+    logs = [*objects(folder, "runs/*/logs/rank-*/*/*"), *(folder / "home/logs").glob("*/run-*.log")]
+    loud = [path for path in logs if b"GH_PAT" in path.read_bytes()]
+    assert len({path.relative_to(folder).parts[1] for path in loud}) == 2, "ranks and steps printed their variables"
+    assert leaks(folder) == set()
+    shown = [first, failed, disturbed.again]
+    outputs = [
+        disturbed.output,
+        *disturbed.commands,
+        *(text for result in shown for text in (result.stdout, result.stderr)),
+    ]
+    assert [text for text in outputs if MARK in text] == []
