@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from holdfast.spec import ExitCode, Spec, SpecError, dump_spec, load_spec, parse_spec, rules, strict_yaml
 from holdfast.spec.cluster import amount
 from holdfast.spec.errors import MissingError, Problem
-from holdfast.spec.fields import leaves
+from holdfast.spec.fields import Leaf, leaves
 from holdfast.spec.load import MAX_BYTES
-from tests.spec.conftest import RIGHT, text_with
+from tests.spec.conftest import RIGHT, Refused, text_with
 
 EXAMPLES = sorted(Path(__file__).parents[2].glob("examples/*.yaml"))
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -79,7 +79,7 @@ def test_every_example_is_a_spec(path: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_refused_with_what_is_allowed(
-    refused, field: str, value: object, message: str, remedy: str
+    refused: Refused, field: str, value: object, message: str, remedy: str
 ) -> None:
     required_fields = {"cluster.tolerations.0.key": "a", "cluster.volumes.0.claim": "a"}
     others = {path: text for path, text in required_fields.items() if field.startswith(path.rpartition(".")[0])}
@@ -90,14 +90,14 @@ def test_a_wrong_value_is_refused_with_what_is_allowed(
     assert remedy in problem.remedy
 
 
-def test_a_list_with_refused_items_is_not_reported_too_short(refused) -> None:
+def test_a_list_with_refused_items_is_not_reported_too_short(refused: Refused) -> None:
     assert [problem.field for problem in refused(**{"data.sources": [{"uri": ""}, {"uri": "x", "wieght": 1}]})] == [
         "data.sources.0.uri",
         "data.sources.1.wieght",
     ]
 
 
-def test_missing_fields_are_reported_with_what_they_take(refused) -> None:
+def test_missing_fields_are_reported_with_what_they_take(refused: Refused) -> None:
     problems = refused("model: {layers: 2}")
     assert [(problem.field, problem.message) for problem in problems] == [
         ("name", "is required"),
@@ -108,7 +108,7 @@ def test_missing_fields_are_reported_with_what_they_take(refused) -> None:
 
 
 @pytest.mark.parametrize("leaf", leaves(), ids=lambda leaf: leaf.path)
-def test_a_misspelt_field_is_refused_with_the_right_one_at_every_level(refused, leaf) -> None:
+def test_a_misspelt_field_is_refused_with_the_right_one_at_every_level(refused: Refused, leaf: Leaf) -> None:
     path = leaf.path.replace("[]", ".0")
     misspelt = path[:-1] + "_" + path[-1]
     (problem,) = [problem for problem in refused(**{misspelt: 1}) if problem.field == misspelt]
@@ -116,7 +116,7 @@ def test_a_misspelt_field_is_refused_with_the_right_one_at_every_level(refused, 
     assert problem.remedy == f"did you mean {leaf.name!r}?"
 
 
-def test_the_default_of_a_misspelt_field_is_not_refused(refused) -> None:
+def test_the_default_of_a_misspelt_field_is_not_refused(refused: Refused) -> None:
     (problem,) = refused(**{"model.heads": 6, "model.hiden": 192})
     assert problem.remedy == "did you mean 'hidden'?"
 
@@ -138,23 +138,23 @@ def test_a_bug_in_a_rule_is_not_reported_as_a_refused_field(monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("section", ["modle", "trainig", "check_point", "Cluster", "sources"])
-def test_a_misspelt_section_is_refused_with_the_known_ones(refused, section: str) -> None:
+def test_a_misspelt_section_is_refused_with_the_known_ones(refused: Refused, section: str) -> None:
     (problem,) = refused(**{section: {}})
     assert problem.remedy.startswith(("did you mean", "known here: version, name"))
 
 
-def test_a_secret_is_neither_accepted_nor_shown(refused) -> None:
+def test_a_secret_is_neither_accepted_nor_shown(refused: Refused) -> None:
     (problem,) = refused(**{"cluster.aws_secret_access_key": "hunter2"})
     assert problem.value == "(hidden)"
     assert "credentials come from the environment" in problem.remedy
 
 
-def test_a_misspelt_field_that_looks_like_a_secret_is_put_right_without_its_value(refused) -> None:
+def test_a_misspelt_field_that_looks_like_a_secret_is_put_right_without_its_value(refused: Refused) -> None:
     (problem,) = refused(**{"cluster.secret": "hunter2"})
     assert (problem.value, problem.remedy) == ("(hidden)", "did you mean 'secrets'?")
 
 
-def test_a_secret_among_the_variables_is_not_shown(refused) -> None:
+def test_a_secret_among_the_variables_is_not_shown(refused: Refused) -> None:
     (problem,) = refused(**{"cluster.environment": {"AWS_SECRET_ACCESS_KEY": ["hunter2"]}})
     assert problem.value == "(hidden)"
 
@@ -200,7 +200,7 @@ def test_a_quantity_is_a_number(quantity: str, number: int | Decimal) -> None:
     ],
     ids=lambda value: repr(value)[:30],
 )
-def test_text_that_is_no_spec_is_refused_with_its_position(refused, text: str, where: str, says: str) -> None:
+def test_text_that_is_no_spec_is_refused_with_its_position(refused: Refused, text: str, where: str, says: str) -> None:
     (problem,) = refused(text)
     assert problem.place == where
     assert says in problem.message
@@ -256,13 +256,13 @@ def test_every_problem_has_its_position_in_the_file(tmp_path: Path) -> None:
         assert f"\n  {problem.place}: {problem.field}: {problem.message}" in str(error.value)
 
 
-def test_an_omitted_field_has_only_the_position_of_its_section(refused) -> None:
+def test_an_omitted_field_has_only_the_position_of_its_section(refused: Refused) -> None:
     assert [problem.place for problem in refused("model: {layers: 2}")] == ["", ""]
     (problem,) = refused(**{"training.micro_batch": 7})  # the default global_batch does not fit
     assert (problem.field, problem.place) == ("training.global_batch", "spec:5:1")
 
 
-def test_fields_and_rules_are_reported_together_and_rules_on_invalid_fields_are_skipped(refused) -> None:
+def test_fields_and_rules_are_reported_together_and_rules_on_invalid_fields_are_skipped(refused: Refused) -> None:
     problems = refused(
         name="Wrong",
         data={"sources": [], "cleaning": {"min_characters": 9, "max_characters": 3}},
@@ -280,7 +280,7 @@ def test_fields_and_rules_are_reported_together_and_rules_on_invalid_fields_are_
 
 
 @pytest.mark.parametrize("section", ["data", "model", "training", "cluster", "evaluation", "schedule"])
-def test_an_invalid_section_does_not_suppress_rules_on_other_sections(refused, section: str) -> None:
+def test_an_invalid_section_does_not_suppress_rules_on_other_sections(refused: Refused, section: str) -> None:
     tree = {"data.cleaning": {"min_characters": 9, "max_characters": 3}, "store": "ftp://x"}
     fields = [
         problem.field for problem in refused(**{key: tree[key] for key in tree if section not in key}, **{section: 3})
@@ -379,7 +379,7 @@ def test_the_last_override_wins_and_lists_are_reached_by_index() -> None:
     ],
     ids=lambda value: repr(value)[:40],
 )
-def test_an_override_that_cannot_be_applied_is_refused(refused, override: str, field: str, says: str) -> None:
+def test_an_override_that_cannot_be_applied_is_refused(refused: Refused, override: str, field: str, says: str) -> None:
     (problem,) = refused(overrides=(override,))
     assert problem.field.startswith(field)
     assert says in problem.message + problem.remedy
@@ -416,7 +416,7 @@ def test_any_text_is_a_spec_or_refused(text: str, overrides: list[str]) -> None:
 @pytest.mark.slow
 @relaxed
 @given(st.lists(st.tuples(paths, values), max_size=4))
-def test_any_value_in_any_field_is_accepted_or_refused_reproducibly(changes) -> None:
+def test_any_value_in_any_field_is_accepted_or_refused_reproducibly(changes: list[tuple[str, object]]) -> None:
     right = strict_yaml.write(RIGHT)
     overrides = [f"{path}={strict_yaml.write(value)}" for path, value in changes]
     first = outcome(right, overrides)
@@ -427,7 +427,7 @@ def test_any_value_in_any_field_is_accepted_or_refused_reproducibly(changes) -> 
 
 @relaxed
 @given(st.lists(st.tuples(paths, st.text(max_size=40)), max_size=3))
-def test_any_override_is_accepted_or_refused(changes) -> None:
+def test_any_override_is_accepted_or_refused(changes: list[tuple[str, str]]) -> None:
     outcome(strict_yaml.write(RIGHT), [f"{path}={text}" for path, text in changes])
 
 
