@@ -13,7 +13,7 @@ OVERLAY = ROOT / "manifests/overlays/production/kustomization.yaml"
 
 def pin(folder: Path, *images: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "images/pin.py"), str(folder), *images]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=300)
 
 
 def test_an_overlay_names_the_images_by_the_digests_that_the_registry_gave(tmp_path: Path) -> None:

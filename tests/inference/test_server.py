@@ -58,7 +58,7 @@ def url(model: AnsweringModel) -> Iterator[str]:
 
 
 def client_of(url: str, key: str = "none") -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=300)
 
 
 def test_models_are_listed(url: str) -> None:

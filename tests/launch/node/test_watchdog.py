@@ -101,6 +101,7 @@ def test_exited_ranks_of_a_node_are_no_longer_reported_to_its_peers(
         time.sleep(0.05)
     process.kill()
     process.wait()
+    deadline = time.monotonic() + PATIENCE
     while heard() != [1]:
         assert time.monotonic() < deadline, "rank 0 is still counted"
         time.sleep(0.05)
