@@ -64,8 +64,8 @@ def _running_process(store: Store, run_id: str, rank: int) -> RankStream:
         return processes[-1]
     if processes:
         raise MissingError(
-            f"run {run_id}: rank {rank} of launch {launch} has ended; run the same command again when the next launch "
-            "has begun"
+            f"run {run_id}: rank {rank} of launch {launch} has ended; if the run continues, run the same command "
+            "again when the next launch has begun"
         )
     if ranks := ranks_with_logs(store, run_id, launch):
         raise MissingError(f"run {run_id}: there is no rank {rank}; launch {launch} has {_text_of(ranks)}")
