@@ -21,8 +21,11 @@ import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
 
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 
@@ -111,9 +114,9 @@ def hashes_of(name: str, version: str, files: Iterable[Mapping[str, Any]]) -> li
     return digests
 
 
-def ask_index(name: str) -> list[dict[str, Any]]:
+def ask_index(name: str, index: str = "") -> list[dict[str, Any]]:
     """The files of a package, as the index's JSON lists them."""
-    index = os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple").rstrip("/")
+    index = (index or os.environ.get("PIP_INDEX_URL", "https://pypi.org/simple")).rstrip("/")
     request = urllib.request.Request(  # noqa: S310 - the index of pip
         f"{index}/{canonicalize_name(name)}/", headers={"Accept": "application/vnd.pypi.simple.v1+json"}
     )
@@ -147,7 +150,7 @@ def lock_of_torch(
         if digest is None:
             raise LookupError(f"{name}=={version}: pip's report has no sha256")
         digests = [digest]
-        with suppress(LookupError, OSError):  # the index does not have this version
+        with suppress(LookupError, HTTPError, ValueError):  # the index does not have this version, or answers in HTML
             digests = hashes_of(name, version, listed(name))
         if digest not in digests:  # the index has another build of it
             digests = [digest]
@@ -184,7 +187,9 @@ def main() -> int:
             ]
             done = subprocess.run([*command, *options, requirement], check=True, capture_output=True, text=True)
             print(HEAD_OF_TORCH.format(requirement), end="")  # noqa: T201
-            print("\n".join(lock_of_torch(json.loads(done.stdout), [name for name, _ in locked()])))  # noqa: T201
+            index = next((value for option, value in pairwise(options) if option == "--index-url"), "")
+            known = [name for name, _ in locked()]
+            print("\n".join(lock_of_torch(json.loads(done.stdout), known, partial(ask_index, index=index))))  # noqa: T201
         case ["--write"]:
             write()
         case _:

@@ -23,7 +23,8 @@ def require_added_tokens(path: str, tokenizer_json: str, template: ChatTemplate)
     decoder = settings.get("added_tokens_decoder")
     added = list(decoder.values()) if isinstance(decoder, dict) else [*read_settings(f"{place}{ADDED}", FIELD)]
     for name in ("additional_special_tokens", "extra_special_tokens"):
-        added += listed if isinstance(listed := settings.get(name), list) else []
+        listed = settings.get(name)
+        added += listed if isinstance(listed, list) else listed.values() if isinstance(listed, dict) else []
     written = "".join((template.text, *template.named.values()))
     used = {token for name, token in template.specials.items() if token and (name in written or token in written)}
     known = {token.content for token in load_tokenizer(tokenizer_json).get_added_tokens_decoder().values()}

@@ -49,14 +49,16 @@ def explained(error: BaseException) -> BaseException:
 
 
 def _denied_home(error: BaseException) -> AccessDeniedError | None:
+    if isinstance(error, HoldfastError | KeyboardInterrupt):  # it says what it means
+        return None
     try:
-        root = home()
-    except HoldfastError:
+        root, here = home(), Path.cwd()
+    except (HoldfastError, OSError):
         return None
     for cause in causes(error):
         if not isinstance(cause, OSError) or cause.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
             continue
-        path = Path(cause.filename).absolute() if isinstance(cause.filename, str) else None
+        path = here / cause.filename if isinstance(cause.filename, str) else None
         if path is not None and (path.is_relative_to(root) or root.is_relative_to(path)):
             return AccessDeniedError(
                 f"{path}: {cause.strerror}; set HOLDFAST_HOME to a folder that this user may write to, then run the "

@@ -21,29 +21,35 @@ def prompt_signals() -> Iterator[None]:
     """Within the context, handlers of signals run immediately, even if the main thread waits. Main thread only.
 
     After each signal, another thread sends WAKE until the handler of WAKE has run. The handler of the signal ran before
-    it.
+    it: Python calls waiting handlers in the order of their numbers, and WAKE has a higher one than those that stop a
+    process.
     """
     handled: queue.SimpleQueue[bool] = queue.SimpleQueue()  # a signal handler may put: it takes no lock
+    ended = threading.Event()
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    waker = threading.Thread(target=_wake_after_signals, args=(reading, handled), name="prompt signals", daemon=True)
+    arguments = (reading, handled, ended)
+    waker = threading.Thread(target=_wake_after_signals, args=arguments, name="prompt signals", daemon=True)
+    waker.start()
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, [WAKE])
     handler = signal.signal(WAKE, lambda *_: handled.put(True))
     before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    waker.start()
     try:
         yield
     finally:
         signal.set_wakeup_fd(before)
+        ended.set()
         os.set_blocking(writing, True)
         os.write(writing, _END)  # closing is not enough: a forked process may hold the pipe open
         waker.join()
         os.close(writing)
         os.close(reading)
         signal.signal(WAKE, handler or signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
-def _wake_after_signals(reading: int, handled: queue.SimpleQueue[bool]) -> None:
-    """Wake the main thread after each signal whose number arrives on `reading`."""
+def _wake_after_signals(reading: int, handled: queue.SimpleQueue[bool], ended: threading.Event) -> None:
+    """Wake the main thread after each signal whose number arrives on `reading`, until the end."""
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     while (number := os.read(reading, 1)) != _END:
@@ -53,7 +59,7 @@ def _wake_after_signals(reading: int, handled: queue.SimpleQueue[bool]) -> None:
             while True:
                 handled.get_nowait()
         pause, is_handled = _FIRST_PAUSE, False
-        while not is_handled:
+        while not is_handled and not ended.is_set():
             signal.pthread_kill(main_thread, WAKE)
             with suppress(queue.Empty):
                 is_handled = handled.get(timeout=pause)

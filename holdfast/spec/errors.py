@@ -74,7 +74,8 @@ MEANINGS = {
     ExitCode.NOT_BLESSED: "The run finished, and its model did not pass the evaluation.",
     ExitCode.NOT_DUE: "No retraining is due (`holdfast trigger --exit-code`).",
     ExitCode.TRIALS_FAILED: "Some trials of a sweep failed. The rest is compared; a blessed best one is registered.",
-    ExitCode.MISMATCH: "Two checkpoints or two runs do not have the same bits.",
+    ExitCode.MISMATCH: "Two checkpoints or two runs do not have the same bits, or this Holdfast would not continue a "
+    "run with them.",
     ExitCode.CHAMPION_CHANGED: "The champion changed during evaluation. Run the same command again to compare with "
     "the new champion; retrying only this step does not help.",
     ExitCode.UNSCORABLE_CHAMPION: "The champion could not be scored. Nothing was compared or registered.",

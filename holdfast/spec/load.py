@@ -269,8 +269,8 @@ def _meant(location: tuple[int | str, ...]) -> tuple[str, ...]:
     return (*map(str, location[:-1]), close[0]) if close else ()
 
 
-def _close(key: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
-    return difflib.get_close_matches(key[:100], known, 1, cutoff=cutoff)
+def _close(key: str, known: Iterable[str]) -> list[str]:
+    return difflib.get_close_matches(key[:100], known, 1, cutoff=0.8 if names_secret(key) else 0.5)
 
 
 def _field_of(location: tuple[int | str, ...]) -> tuple[tuple[str, ...], FieldInfo | None]:
@@ -390,7 +390,7 @@ def _shown(key: str, value: object) -> object:
 
 def _unknown_key(field: str, key: str, value: object, known: list[str]) -> Problem:
     secret = names_secret(key)
-    close = _close(key, known, 0.8 if secret else 0.5)
+    close = _close(key, known)
     if secret:
         value = "(hidden)"
         if not close:

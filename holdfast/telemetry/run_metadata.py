@@ -52,7 +52,9 @@ class Maker:
         spec = record.get("spec")
         items = spec.items() if isinstance(spec, dict) else ()
         sections = {name: value for name, value in items if isinstance(value, dict)}
-        if sections.get("data", {}).get("kind") != "prompts":  # the run generates no answers
+        grpo = sections.get("training", {}).get("grpo")
+        has_server = isinstance(grpo, dict) and grpo.get("server") is not None
+        if sections.get("data", {}).get("kind") != "prompts" or has_server:  # its ranks generate no answers
             differing.discard("generator_version")
         words = [f"{_WORDS[name]} {made[name]} (here {here[name]})" for name in here if name in differing]
         has_script = sections.get("train", {}).get("script") is not None
@@ -94,6 +96,11 @@ def find_earlier_run(store: Store, spec: Spec, dataset_id: str, salt: str, first
     return ""
 
 
+def earlier_run_note(earlier: str) -> str:
+    """The sentence about a run of the same spec that an older Holdfast made."""
+    return f"run {earlier} of the same spec was made by an older Holdfast, whose results differ; this is a new run"
+
+
 def write_run_metadata(
     store: Store, identity: str, spec: Spec, dataset_id: str, salt: str, first_weights: str = ""
 ) -> None:
@@ -102,7 +109,7 @@ def write_run_metadata(
     key = layout.run(identity, "run.json")
     earlier = "" if store.stat(key) is not None else find_earlier_run(store, spec, dataset_id, salt, first_weights)
     if earlier:
-        log.warning("an earlier Holdfast made run %s of this spec; this one computes other bits: a new run", earlier)
+        log.warning("%s", earlier_run_note(earlier))
     record = {
         "run_id": identity,
         "name": spec.name,

@@ -119,9 +119,9 @@ def test_a_new_run_names_the_run_of_its_spec_that_an_older_holdfast_made(
     printed = io.StringIO()
     with pytest.raises(pytest.fail.Exception):
         run_to_end(new, "", Console(file=printed))
-    assert f"note: an older Holdfast made run {former.run_id} of this spec" in printed.getvalue()
+    assert f"note: run {former.run_id} of the same spec was made by an older Holdfast" in printed.getvalue()
     write_run_metadata(new.store, new.run_id, new.spec, new.dataset_id, "")
-    assert f"made run {former.run_id} of this spec" in caplog.text
+    assert f"run {former.run_id} of the same spec was made by an older Holdfast" in caplog.text
     assert (
         f"run {former.run_id}, which has the same spec" in holdfast("show", new.run_id, "--store", new.store_url).stdout
     )
@@ -133,6 +133,8 @@ def test_the_generator_counts_for_runs_that_generate_and_no_version_for_scripts(
     record = {"data_plane_version": DATA_PLANE_VERSION, "generator_version": GENERATOR_VERSION - 1}
     assert not Maker.of({**record, "spec": {"data": {"kind": "text"}}}).other_results
     assert Maker.of({**record, "spec": {"data": {"kind": "prompts"}}}).other_results
+    by_server = {"data": {"kind": "prompts"}, "training": {"grpo": {"server": {"url": "http://x"}}}}
+    assert not Maker.of({**record, "spec": by_server}).other_results
     script = {"data_plane_version": OLD, "spec": {"train": {"script": "train.py"}, "data": None}}
     assert not Maker.of(script).other_results
     assert f"data plane {OLD}" in Maker.of(script).in_words

@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.runtime.environment import make_folder
 from holdfast.runtime.exits import exit_code_of, explained
-from holdfast.spec.errors import ExitCode
+from holdfast.spec.errors import DataError, ExitCode, TerminatedError
 from tests import warm
 from tests.store.test_shared_folder import FIRST, GROUP, SECOND, as_user, shared
 
@@ -49,6 +49,13 @@ def test_a_file_outside_the_home_is_no_matter_of_the_home(tmp_path: Path, monkey
         OSError(5, "damaged", str(tmp_path)),
         OSError(13, "x"),
     ):
+        assert explained(error) is error
+
+
+def test_an_error_that_names_its_remedy_stays_with_every_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDFAST_HOME", str(tmp_path))
+    for error in (DataError("a.jsonl: fix it"), TerminatedError("stop requested (SIGTERM)"), KeyboardInterrupt()):
+        error.__cause__ = PermissionError(13, "denied", str(tmp_path / "x"))
         assert explained(error) is error
 
 

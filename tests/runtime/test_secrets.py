@@ -4,11 +4,12 @@ import io
 import json
 import logging
 import random
+import re
 import shlex
 import sys
 import time
 from collections.abc import Callable
-from urllib.parse import quote, quote_plus
+from urllib.parse import quote, quote_plus, unquote
 
 import pytest
 
@@ -77,12 +78,16 @@ def test_the_value_of_a_variable_is_hidden_however_it_is_written(value: str, wri
     [
         ("KFP_HEADER", f"X-Auth: {SECRET}"),
         ("KFP_HEADER", f"Authorization: Bearer {SECRET}=="),
+        ("KFP_HEADER", f"api-key={SECRET}=="),
+        ("KFP_HEADER", f"x-key: a8f7d9sd={SECRET}"),
+        ("OTEL_EXPORTER_OTLP_HEADERS", f"Authorization=Basic%20{SECRET}%3D%3D"),
         ("OTEL_EXPORTER_OTLP_HEADERS", f"content-type=application/json,x-team={SECRET}"),
     ],
 )
 def test_the_value_of_a_variable_with_a_header_is_hidden_without_its_name(name: str, value: str) -> None:
     values = secret_values({name: value})
     assert SECRET not in redact(f"{name}={quote_plus(value)}", values)
+    assert SECRET not in redact(f"sent {re.split('[:=]', unquote(value), maxsplit=1)[1].split()[-1]}", values)
     assert redact("application/json of X-Auth", values) == "application/json of X-Auth"
 
 

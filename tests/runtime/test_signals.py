@@ -40,6 +40,24 @@ def test_a_signal_that_interrupts_no_wait_is_handled_immediately(wait: str) -> N
     assert warm.run([sys.executable, "-c", LATE, "prompt", wait], os.environ).returncode == 143
 
 
+REPLACED = """
+import os, signal, sys, time
+from holdfast.runtime.signals import WAKE, prompt_signals
+
+signal.pthread_sigmask(signal.SIG_BLOCK, [WAKE])  # as a process may inherit it
+signal.signal(signal.SIGTERM, lambda *_: None)
+with prompt_signals():
+    signal.signal(WAKE, signal.SIG_IGN)  # as code of a run may do
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.2)
+assert WAKE in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+"""
+
+
+def test_the_context_ends_although_another_handler_replaced_its_own() -> None:
+    assert warm.run([sys.executable, "-c", REPLACED], os.environ, timeout=60.0).returncode == 0
+
+
 def test_without_it_the_wait_goes_on() -> None:
     with warm.popen([sys.executable, "-c", LATE, "plain", "sleep"], os.environ) as process:
         with pytest.raises(subprocess.TimeoutExpired):

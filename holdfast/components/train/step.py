@@ -198,7 +198,8 @@ def run_gang(
 ) -> None:
     """Launch the gang until it has trained the run. Without a `vocabulary`, there is no advice after a lack of memory.
     Raises GangError, PreemptedError, TerminatedError."""
-    identity, stopping = assignment.run_id, threading.Event()
+    identity, stopping, running = assignment.run_id, threading.Event(), threading.Event()
+    was_running: list[bool] = []  # whether a launch ran, at each stop request
     advice = ""  # of the last launch, if it ran out of memory
 
     def next_job() -> Job:
@@ -216,10 +217,12 @@ def run_gang(
         job = training_job(spec, identity, number, store.url, avoided, leaving)
         nodes = spec.cluster.nodes.max
         emit(LaunchBegan(launch=number, job=job.name, nodes=nodes, processes=job.processes, adopted=adopted))
+        running.set()
         return job
 
     def on_gang_exit(job: Job, ending: GangExit) -> None:
         nonlocal advice
+        running.clear()
         advice, ran_out, plan = "", False, None
         if vocabulary is not None and ran_out_of_memory(ending):
             try:
@@ -248,6 +251,7 @@ def run_gang(
 
     def stop() -> None:
         stopping.set()
+        was_running.append(running.is_set())
         launcher.stop()
         request_shutdown()
 
@@ -259,11 +263,18 @@ def run_gang(
         return
     if stopping.is_set() and ending.retryable:
         stopped = PreemptedError if ending.code == ExitCode.PREEMPTED else TerminatedError
-        unsaved = f"; {UNSAVED} = {spec.checkpoint.grace_seconds:g}" if ending.code == ExitCode.KILLED else ""
-        raise stopped(
-            f"run {identity}: stopped ({ending.reason}). {ending.detail}{unsaved}; run the same command again to resume"
-        )
+        detail = f"{ending.detail}{_unsaved(spec, ending, was_running)}"
+        raise stopped(f"run {identity}: stopped ({ending.reason}). {detail}; run the same command again to resume")
     raise GangError(_describe(ending, identity, advice), ending.code)
+
+
+def _unsaved(spec: Spec, ending: GangExit, was_running: list[bool]) -> str:
+    """The setting that a stopped gang would have needed for its save; empty if it did not stop so."""
+    return (
+        f"; {UNSAVED} = {spec.checkpoint.grace_seconds:g}"
+        if ending.code == ExitCode.KILLED and any(was_running)
+        else ""
+    )
 
 
 def _has_same_end(store: Store, launch: int, assignment: Assignment) -> bool:

@@ -1,7 +1,7 @@
 """The record of one run, from its objects in the store alone.
 
-A run costs a few requests, regardless of its number of saves. An unreadable object hides only itself: the record has
-the reason in `unreadable`.
+A run costs a few requests, regardless of its number of saves, and one for each verdict and registration. An unreadable
+object hides only itself: the record has the reason in `unreadable`.
 """
 
 import re
@@ -71,6 +71,11 @@ class RunRecord:
     def dataset_id(self) -> str:
         """The dataset that the run trains on."""
         return str(self.described.get("dataset_id", ""))
+
+    @property
+    def has_damaged_verdict(self) -> bool:
+        """Whether one of the verdicts that were looked for cannot be read."""
+        return any("/evaluations/" in reason for reason in self.unreadable)
 
     @property
     def maker(self) -> Maker:

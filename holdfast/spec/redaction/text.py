@@ -29,9 +29,11 @@ def secret_values(environment: Mapping[str, str] | None = None) -> tuple[str, ..
             values.update(_worth_hiding(user[0].rstrip("@").partition(":")[2]))
         elif name.endswith(("_HEADER", "_HEADERS")):  # `Name: value`, or `name=value` several times
             for header in value.split(","):
-                last = re.split(r"[:=\s]+", header.strip(), maxsplit=2)[-1]  # after the name, and after `Bearer`
-                if looks_random(last):
-                    values.update(_worth_hiding(last))
+                content = re.split(r"[:=]", header, maxsplit=1)[-1]
+                for text in (content, unquote(content)):
+                    secret = text.split(maxsplit=1)[-1:]  # after `Bearer`
+                    if secret and looks_random(secret[0].strip()):
+                        values.update(_worth_hiding(secret[0]))
     return tuple(sorted(values, key=lambda value: (-len(value), value)))
 
 

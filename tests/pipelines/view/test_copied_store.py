@@ -46,6 +46,14 @@ def store(tmp_path: Path) -> Store:
     return store
 
 
+def test_a_run_whose_newest_verdict_is_damaged_is_not_taken_for_a_judged_one(store: Store) -> None:
+    whole = read_run(store, RUN_ID, SETTINGS)
+    store.put(layout.verdict(RUN_ID, f"{SETTINGS}-none"), b"{")
+    damaged = read_run(store, RUN_ID, SETTINGS)
+    assert whole is not None and not whole.has_damaged_verdict
+    assert damaged is not None and damaged.has_damaged_verdict
+
+
 def test_show_and_runs_read_the_newest_verdict_and_registration(store: Store) -> None:
     record = read_run(store, RUN_ID)
     assert record is not None

@@ -51,6 +51,7 @@ class LocalRun:
     salt: str
     replan: bool = False
     hosts: str = ""  # file of the machines that train; empty: this machine
+    first_weights: str = ""  # digest of the weights that it starts from, if they decide the run id
 
     @property
     def store(self) -> Store:
@@ -72,11 +73,10 @@ def identified(spec: Spec, store: str = "", salt: str = "", replan: bool = False
         from holdfast.corpus.starting_model import require_start
 
         require_start(spec)
-    dataset_id = identify(spec)
+    dataset_id, weights = identify(spec), first_weights_digest(spec)
     url = store_root(store) if store else store_url(spec)
-    return LocalRun(
-        spec, url, dataset_id, run_id(spec, dataset_id, salt, first_weights_digest(spec)), salt, replan, hosts
-    )
+    identity = run_id(spec, dataset_id, salt, weights)
+    return LocalRun(spec, url, dataset_id, identity, salt, replan, hosts, first_weights=weights)
 
 
 def run_to_end(made: LocalRun, again: str, console: Console | None = None) -> ExitCode:
@@ -124,7 +124,7 @@ def finished(made: LocalRun) -> RunRecord | None:
         record = read_run(made.store, made.run_id)
         return record if record is not None and record.result is not None else None
     record = read_run(made.store, made.run_id, settings_key(made.spec), registration_key(made.spec.registered_model))
-    if record is None or record.result is None or record.verdict is None:
+    if record is None or record.result is None or record.verdict is None or record.has_damaged_verdict:
         return None
     if record.word == "blessed" and (not (record.registration or {}).get("alias") or not has_mlflow()):
         return None
@@ -147,8 +147,9 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
     console.print(f"[bold]{made.spec.name}[/bold]  run {made.run_id}", highlight=False)
     console.print(f"[dim]log {log}[/dim]\n", highlight=False, soft_wrap=True)
     if earlier := _earlier_run(made):
-        note = f"note: an older Holdfast made run {earlier} of this spec; this one computes other bits: a new run\n"
-        console.print(note, markup=False, highlight=False, soft_wrap=True)
+        from holdfast.telemetry.run_metadata import earlier_run_note
+
+        console.print(f"note: {earlier_run_note(earlier)}\n", markup=False, highlight=False, soft_wrap=True)
     with temporary_folder() as name:
         folder = Path(name)
         (folder / worker.OUTCOMES_FOLDER).mkdir()
@@ -164,13 +165,11 @@ def _execute(made: LocalRun, console: Console, again: str) -> ExitCode:
 
 def _earlier_run(made: LocalRun) -> str:
     """The run of the same inputs by an older Holdfast, if the run is a new one; otherwise empty."""
-    from holdfast.model.hub import first_weights_digest
     from holdfast.telemetry.run_metadata import find_earlier_run
 
     with suppress(HoldfastError):  # the first step reports an unavailable store
         if made.store.stat(layout.run(made.run_id, "run.json")) is None:
-            weights = first_weights_digest(made.spec)
-            return find_earlier_run(made.store, made.spec, made.dataset_id, made.salt, weights)
+            return find_earlier_run(made.store, made.spec, made.dataset_id, made.salt, made.first_weights)
     return ""
 
 
