@@ -1,4 +1,4 @@
-"""Signals that arrive just before a wait.
+"""Handlers of signals: in a separate thread, and immediately although the main thread waits.
 
 Python calls the handler of a signal in the main thread, between two bytecodes. A signal interrupts a system call, but
 not one that begins a moment later. The handler then waits for the end of that call, which may be a sleep of minutes.
@@ -8,7 +8,7 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
 WAKE = signal.SIGURG  # interrupts a wait and means nothing: it is ignored by default
@@ -64,3 +64,30 @@ def _wake_after_signals(reading: int, handled: queue.SimpleQueue[bool], ended: t
             with suppress(queue.Empty):
                 is_handled = handled.get(timeout=pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+@contextmanager
+def stopping_on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    """Call `stop` on SIGTERM and Ctrl-C within the context. Has no effect outside the main thread.
+
+    `stop` runs in a separate thread: a signal handler runs between any two bytecodes, so it must not take a lock.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    arrived: queue.SimpleQueue[bool] = queue.SimpleQueue()
+
+    def stop_on_signal() -> None:
+        while arrived.get():
+            stop()
+
+    thread = threading.Thread(target=stop_on_signal, name="signals", daemon=True)
+    thread.start()
+    former = {number: signal.signal(number, lambda *_: arrived.put(True)) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        arrived.put(False)
+        thread.join()

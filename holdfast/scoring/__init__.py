@@ -9,12 +9,29 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from holdfast.scoring.verdict import Measured, Verdict, key_against, reached_against, record_order, settings_key
+from holdfast.scoring.verdict import (
+    Measured,
+    Verdict,
+    key_against,
+    newest_record,
+    reached_against,
+    record_order,
+    settings_key,
+)
 
 if TYPE_CHECKING:
     from holdfast.spec.operations import Task
 
-__all__ = ["Measured", "Verdict", "key_against", "reached_against", "record_order", "require_tasks", "settings_key"]
+__all__ = [
+    "Measured",
+    "Verdict",
+    "key_against",
+    "newest_record",
+    "reached_against",
+    "record_order",
+    "require_tasks",
+    "settings_key",
+]
 
 
 def require_tasks(tasks: Sequence[Task], context: int) -> None:

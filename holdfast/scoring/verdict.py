@@ -6,7 +6,7 @@ version, run and weights digest: version 1 of another MLflow is another champion
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -157,6 +157,11 @@ def record_order(key: str, record: Mapping[str, Any]) -> tuple[float, str]:
     contents: `number` and `created`, otherwise the key. Times of objects change when a store is copied."""
     place = record.get("number", record.get("created"))
     return (place if isinstance(place, int | float) else 0, key)
+
+
+def newest_record(records: Iterable[tuple[str, dict[str, Any]]]) -> tuple[str, dict[str, Any]]:
+    """The newest of the verdicts, or of the registrations, of one run, with its key; both empty without one."""
+    return max(records, key=lambda one: record_order(*one), default=("", {}))
 
 
 def settings_key(spec: Spec) -> str:

@@ -11,7 +11,7 @@ from holdfast.checkpoint import list_attempts
 from holdfast.checkpoint.retention import checkpoint_steps
 from holdfast.components.train import run
 from holdfast.components.train.following import _pass_on
-from holdfast.components.train.step import _describe
+from holdfast.components.train.step import _describe, _unsaved
 from holdfast.launch.interface import UNSAVED, GangExit
 from holdfast.spec import ExitCode, run_id
 from holdfast.spec.errors import DataError, MissingError
@@ -78,6 +78,13 @@ def test_a_stop_whose_grace_is_too_short_for_a_save_names_the_setting(tmp_path: 
     printed = "".join(output.lines)
     assert code == ExitCode.TERMINATED, printed
     assert f"{UNSAVED} = 1; run the same command again" in printed
+
+
+def test_only_a_gang_that_was_stopped_and_killed_needed_more_time_for_its_save() -> None:
+    spec = tiny_spec("checkpoint.grace_seconds=7")
+    killed, left = GangExit(ExitCode.KILLED, ()), GangExit(ExitCode.TERMINATED, ())
+    assert _unsaved(spec, killed, [True]) == f"; {UNSAVED} = 7"
+    assert (_unsaved(spec, killed, [False]), _unsaved(spec, killed, []), _unsaved(spec, left, [True])) == ("", "", "")
 
 
 GARBAGE = """

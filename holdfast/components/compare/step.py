@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from holdfast.scoring import record_order, settings_key
+from holdfast.scoring import newest_record, settings_key
 from holdfast.scoring.comparison import (
     BLESSED,
     Comparison,
@@ -169,4 +169,4 @@ def _failed(changes: tuple[str, ...], identity: str, step: str, part: str, outco
 def _newest_verdict(store: Store, prefix: str) -> dict[str, Any]:
     keys = [info.key for info in store.list(prefix) if info.key.endswith(".json")]
     verdicts = [(key, read_json_object(store, key)) for key in keys]
-    return max(verdicts, key=lambda one: record_order(*one), default=("", {}))[1]
+    return newest_record(verdicts)[1]

@@ -23,7 +23,7 @@ from holdfast.runtime.environment import log_dir, store_url
 from holdfast.runtime.exits import code_in
 from holdfast.runtime.retry import retried
 from holdfast.runtime.secrets import redact, redact_record
-from holdfast.scoring import record_order
+from holdfast.scoring import newest_record
 from holdfast.spec import HoldfastError, Spec, parse_spec
 from holdfast.spec.errors import DataError, ExitCode, MissingError
 from holdfast.store import Store, layout, open_store
@@ -314,13 +314,13 @@ def found_of(
     if spec is not None:
         settings = spec.evaluation.model_dump(mode="json")
         verdicts = [(key, value) for key, value in verdicts if value.get("settings") == settings]
-    verdict = max(verdicts, key=lambda one: record_order(*one), default=("", {}))[1]
+    verdict = newest_record(verdicts)[1]
     if spec is not None and verdict.get("word") != "blessed":
         return result, verdict, {}
     registrations = _records(store, layout.registrations(run_id), unknown)
     if spec is not None:
         registrations = [(key, value) for key, value in registrations if value.get("model") == spec.registered_model]
-    registration = max(registrations, key=lambda one: record_order(*one), default=("", {}))[1]
+    registration = newest_record(registrations)[1]
     return result, verdict, registration
 
 

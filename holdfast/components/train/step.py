@@ -6,12 +6,8 @@ the gang runs.
 """
 
 import logging
-import queue
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 from pydantic import BaseModel
 
@@ -47,6 +43,7 @@ from holdfast.planning.auto import micro_batch_candidates, next_plan, with_micro
 from holdfast.rank.health_gate import health_check_request
 from holdfast.runtime.environment import cache_dir, in_step_pod, log_dir
 from holdfast.runtime.exits import request_shutdown
+from holdfast.runtime.signals import stopping_on_signals
 from holdfast.scoring import require_tasks
 from holdfast.scoring.evaluations import StepScores, best_step, find_scores, scores_of_pause
 from holdfast.script.assignment import ScriptAssignment
@@ -255,7 +252,7 @@ def run_gang(
         launcher.stop()
         request_shutdown()
 
-    with _signals(stop):
+    with stopping_on_signals(stop):
         ending = Supervisor(
             launcher, next_job, spec.cluster.restarts, stopping, on_gang_exit, saved_step, reclaimed=reclaimed
         ).run()
@@ -270,11 +267,8 @@ def run_gang(
 
 def _unsaved(spec: Spec, ending: GangExit, was_running: list[bool]) -> str:
     """The setting that a stopped gang would have needed for its save; empty if it did not stop so."""
-    return (
-        f"; {UNSAVED} = {spec.checkpoint.grace_seconds:g}"
-        if ending.code == ExitCode.KILLED and any(was_running)
-        else ""
-    )
+    needs_time = ending.code == ExitCode.KILLED and any(was_running)
+    return f"; {UNSAVED} = {spec.checkpoint.grace_seconds:g}" if needs_time else ""
 
 
 def _has_same_end(store: Store, launch: int, assignment: Assignment) -> bool:
@@ -378,30 +372,3 @@ def _require_plan(spec: Spec, identity: str, store: Store, replan: bool) -> None
         settings["cluster.nodes"] = before.settings["cluster.nodes"]
     expected = Plan(settings=settings, surroundings=before.surroundings, free=before.free)
     require_plan(segments, expected, spec.training.determinism, replan)
-
-
-@contextmanager
-def _signals(stop: Callable[[], None]) -> Iterator[None]:
-    """Stop the gang with a checkpoint on SIGTERM or Ctrl-C. Has no effect outside the main thread.
-
-    `stop` runs in a separate thread: a signal handler runs between any two bytecodes, so it must not take a lock.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    arrived: queue.SimpleQueue[bool] = queue.SimpleQueue()
-
-    def stop_on_signal() -> None:
-        while arrived.get():
-            stop()
-
-    thread = threading.Thread(target=stop_on_signal, name="signals", daemon=True)
-    thread.start()
-    former = {number: signal.signal(number, lambda *_: arrived.put(True)) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in former.items():
-            signal.signal(number, handler)
-        arrived.put(False)
-        thread.join()

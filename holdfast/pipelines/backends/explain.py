@@ -27,7 +27,7 @@ from holdfast.pipelines.backends.interface import (
 )
 from holdfast.pipelines.table import EDGES, SCHEDULED_START, START, SWEEP_EDGES, Edge, edges_of, start_of
 from holdfast.runtime.environment import store_url
-from holdfast.scoring import record_order
+from holdfast.scoring import newest_record
 from holdfast.spec import parse_spec
 from holdfast.spec.errors import DataError, ExitCode, HoldfastError, MissingError
 from holdfast.steps.jobs import outcomes_in
@@ -138,7 +138,7 @@ def verdict_reasons(store: Store, run_id: str) -> list[str]:
         if info.key.endswith(".json"):
             with suppress(DataError, MissingError):
                 verdicts.append((info.key, read_json_object(store, info.key)))
-    newest = max(verdicts, key=lambda one: record_order(*one), default=("", {}))[1]
+    newest = newest_record(verdicts)[1]
     return [str(reason) for reason in newest.get("reasons") or []]
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, FiniteFloat
 
-from holdfast.scoring import record_order
+from holdfast.scoring import newest_record
 from holdfast.spec import Spec
 from holdfast.spec.errors import DataError, HoldfastError, MissingError
 from holdfast.store import ObjectInfo, Store, layout
@@ -225,7 +225,7 @@ def read_run(store: Store, run_id: str, verdict_key: str = "", registration_key:
 def _newest(store: Store, keys: Iterable[str], record: RunRecord, model: type[BaseModel]) -> tuple[str, dict[str, Any]]:
     """The key and the value of the newest readable record; both empty without one."""
     read = ((key, _value(store, key, record, model)) for key in keys)
-    return max((one for one in read if one[1]), key=lambda one: record_order(*one), default=("", {}))
+    return newest_record(one for one in read if one[1])
 
 
 def _objects_of(store: Store, run_id: str) -> list[ObjectInfo]:
